@@ -109,7 +109,7 @@ class Engine:
         self.table = self.cache.table
         memory = capture  # before the sanitizer wraps it
         backend, capture = sanitized(self.cache, backend, capture)
-        self.state = DeviceState(target, drafter, self.cache, backend, spec, config)
+        self.state = state = DeviceState(target, drafter, self.cache, backend, spec, config)
         shared = self.cache if arguments.caches_prefixes(config, target, drafter) else None
         lag = None if self.state.lag is None else self.state.lag.count
         self.prefixes = PrefixPolicy(shared, self.state.weights.version, lag)
@@ -123,14 +123,18 @@ class Engine:
             prefixes=self.prefixes,
             context_len=target.context_length.max_len,
         )
-        store = draft_policy = None
+        draft_policy = None
         if drafter is not None and spec.adaptive:
             ladder = draft_ladder(spec, captured=capture is not None, lookup=self.state.has_lookup)
             draft_policy = DraftPolicy(ladder, self.table.max_requests + 1)
-        if capture is not None:
-            state, budget_bytes = self.state, config.max_capture_bytes or default_budget(*target.devices)
-            bound_to = state.weights.generation, lambda: state.view.key
-            store = CaptureStore(capture, memory, budget_bytes, *bound_to, strict=config.cuda_graphs is True)
+        store = CaptureStore(
+            capture,
+            memory,
+            None if capture is None else config.max_capture_bytes or default_budget(*target.devices),
+            weights_generation=state.weights.generation,
+            view_key=lambda: state.view.key,
+            strict=config.cuda_graphs is True,
+        )
         self.steps = Steps(self.scheduler, self.state, self.spec, draft_policy, store)
         self._conventions = ConventionWatch(target, drafter)
         self._faults = StepFaults(self.scheduler, self.steps.launches)
@@ -422,8 +426,7 @@ class Engine:
     def _close(self) -> None:
         """Close, within a turn. If it is interrupted, the next call of `close` repeats it."""
         self.inbox.close()
-        if self.steps.store is not None:
-            self.steps.store.clear()
+        self.steps.store.clear()
         self.cache.clear()
         self._cleared = True
 

@@ -109,8 +109,7 @@ def load_rows(requests: int, prompt: int, tokens: int, running: Sequence[int]) -
                 engine.generate(prompts, params, progress=False)
                 spent = time.perf_counter() - begin
             use = engine.stats().captures
-            captured = () if engine.steps.store is None else engine.steps.store._captured
-            shapes = sum(isinstance(shape, ChunkShape) for shape in captured)
+            shapes = sum(isinstance(shape, ChunkShape) for shape in engine.steps.store._captured)
         name, speed = f"{requests} of {prompt} + {tokens}, {at_once} running", requests * tokens / spent
         found = f"{shapes} shapes of prompts, all captures {use.bytes / 1e6:,.0f} MB"
         yield Row(name, found, f"{speed:,.0f} tokens/s", shapes <= 52)

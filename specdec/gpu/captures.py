@@ -138,7 +138,8 @@ class CapturedProgram(NamedTuple):
 class CaptureStore:
     """All captures of one engine, by shape.
 
-    If a capture fails, the program runs eagerly, is counted (`stats`), and its capture is tried again later. memory:
+    If a capture fails, the program runs eagerly, is counted (`stats`), and its capture is tried again later. capture:
+    None: all programs run eagerly, and none is counted. memory:
     sizes are known only if it is a `CaptureMemory`. budget_bytes: None: no bound. shared_bytes: bytes of the tensors
     that receive the results of captured programs. weights_generation: changes when weights have moved. view_key: key of
     the K/V view of programs that run now. strict: a failed capture is a ConfigError, unless memory or budget is too
@@ -147,7 +148,7 @@ class CaptureStore:
 
     def __init__(
         self,
-        capture: Capture,
+        capture: Capture | None,
         memory: object,
         budget_bytes: int | None,
         weights_generation: Callable[[], int],
@@ -170,12 +171,19 @@ class CaptureStore:
         self.shared_bytes = 0
         self.uncaptured = {"rounds": 0, "prompts": 0}
 
+    @property
+    def captures(self) -> bool:
+        """Are programs captured?"""
+        return self._capture is not None
+
     def stats(self) -> CaptureStats:
         counts = len(self._captured), self._made, self._evicted, self._refused
         return CaptureStats(*counts, self._bytes, self._budget, *self.uncaptured.values())
 
     def programs_to_run(self, shape: Hashable, programs: Sequence[Program], rule: CaptureRule) -> Sequence[Program]:
         """Replays of the captured programs of this shape, or `programs`, to be run eagerly."""
+        if not self.captures:
+            return programs
         if self.generation != (now := self._weights_generation()):
             self.generation = now
             self.clear()
@@ -238,6 +246,7 @@ class CaptureStore:
         self._made += 1
 
     def _record(self, shape: Hashable, programs: Sequence[Program], pool: str) -> None:
+        assert self._capture is not None, "nothing is captured"
         self._memory.pool = pool
         replays = []
         try:

@@ -17,7 +17,7 @@ from itertools import chain
 import numpy as np
 
 from specdec.config import SpecConfig
-from specdec.gpu.captures import CaptureStats, CaptureStore
+from specdec.gpu.captures import CaptureStore
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.page_pool import BoolArray
 from specdec.kvcache.table import row_cells
@@ -40,7 +40,7 @@ from specdec.runtime.scheduler import RequestBatch, Scheduler
 class Steps:
     """Runs the steps of one engine. `launches` holds unsettled work; `prefill` reads prompts.
 
-    store: captures; None if nothing is captured. `draft_policy`: chooses each round's draft; None:
+    store: captures of rounds and prompts. `draft_policy`: chooses each round's draft; None:
     always the engine's own draft.
     """
 
@@ -50,7 +50,7 @@ class Steps:
         state: DeviceState,
         spec: SpecConfig,
         draft_policy: DraftPolicy | None,
-        store: CaptureStore | None,
+        store: CaptureStore,
     ) -> None:
         self.scheduler = scheduler
         self.state = state
@@ -60,7 +60,7 @@ class Steps:
         self.rounds = Rounds(state, store)
         self.table = scheduler.table
         self.threads = CpuThreads(state.target.model, state.device, deterministic=state.target.deterministic)
-        self.launches = Launches(scheduler, state, draft_policy, captured=store is not None)
+        self.launches = Launches(scheduler, state, draft_policy, captured=store.captures)
         self.prefill = Prefill(scheduler, state, PromptForwards(state, store), self.threads)
 
     def restart(self, requests: Sequence[Request]) -> None:
@@ -77,9 +77,8 @@ class Steps:
 
     def stats(self) -> EngineStats:
         """A copy of the sums, with the engine's present state."""
-        captures = CaptureStats() if self.store is None else self.store.stats()
         drafts = NO_DRAFT_STATS if self.draft_policy is None else self.draft_policy.stats()
-        return stats_now(self.launches.totals, self.scheduler, self.state, captures, drafts)
+        return stats_now(self.launches.totals, self.scheduler, self.state, self.store.stats(), drafts)
 
     def run(self) -> list[Request]:
         """Run one step. Returns the requests that ended; those that end in the round make room for prompts."""
@@ -90,7 +89,7 @@ class Steps:
                 finished += self.launches.release_finished(prepare_masks(self.scheduler.running))
             decoding, begin = self.scheduler.next_decode(), time.perf_counter()
             finished += self._decode(decoding)
-            if decoding and self.store is None:
+            if decoding and not self.store.captures:
                 self.scheduler.prompt_gap.learn_round(time.perf_counter() - begin)
             if admitted := self.scheduler.admit_requests():
                 self._load_rows(admitted)
@@ -142,7 +141,7 @@ class Steps:
         begin = time.perf_counter()
         self.launches.unsettled.append(self.prefill.launch(reading))
         finished = self.launches.settle(busy=self.launches.num_rounds > 0 or self.scheduler.reads_prompts)
-        if self.store is None:
+        if not self.store.captures:
             self.scheduler.prompt_gap.cost.learn(reading.load, reading.seconds + time.perf_counter() - begin)
         return finished
 
@@ -155,9 +154,9 @@ class Steps:
         shape = shape._replace(features=shape.features._replace(masked=masked))
         forced = np.array([len(request.forced) if masked else 0 for request in requests], dtype=np.int64)
         if forced.any():
-            shape = with_forced(shape, self.state, rows, int(forced.max()), captured=self.store is not None)
+            shape = with_forced(shape, self.state, rows, int(forced.max()), captured=self.store.captures)
             forced = forced.clip(max=shape.width - 1)
-        if self.store is not None:
+        if self.store.captures:
             shape = captured_shape(self.state, shape)
         self.state.seat(rows)
         self.state.sampling.load_biases(rows, batch.params, shape.features)
@@ -180,7 +179,7 @@ class Steps:
         begin, lag = time.perf_counter(), self.state.lag
         if lag is not None and (most := lag.before_round(shape, rows, ending)):
             self.rounds.read_lag(shape, most)
-        return 0.0 if self.store is not None else time.perf_counter() - begin
+        return 0.0 if self.store.captures else time.perf_counter() - begin
 
     def shape_for(self, batch: RequestBatch, remaining: Sequence[int]) -> RoundShape:
         """Shape of the next round of these requests. If their drafts are adaptive, the draft policy chooses its draft.
@@ -188,7 +187,7 @@ class Steps:
         Captured rounds have few draft shapes: none, the engine's own, and those of the draft ladder; rare ones have
         only the first two.
         """
-        rows, policy, captured = batch.rows, self.draft_policy, self.store is not None
+        rows, policy, captured = batch.rows, self.draft_policy, self.store.captures
         drafting = self.state.max_drafts.host[rows] > 0  # 0: no drafts, or after the drafter's last position
         draft = self._full_or_covering_draft(batch, remaining, drafting)
         shape = round_shape(self.state, rows, batch.params, draft, self._unsettled_nodes())
@@ -208,7 +207,7 @@ class Steps:
     def _full_or_covering_draft(self, batch: RequestBatch, remaining: Sequence[int], drafting: BoolArray) -> DraftShape:
         """The draft for the requests that are `drafting` [B]: the smallest that covers what each of them can use.
         If rounds are captured, it is the engine's full draft, or none if no request drafts."""
-        if self.store is not None:
+        if self.store.captures:
             return DraftShape.from_spec(self.spec) if drafting.any() else NO_DRAFT
         each = zip(batch.requests, remaining, drafting, strict=True)
         usable = [(request.spec, left - 1) for request, left, drafts in each if drafts]  # without the bonus token

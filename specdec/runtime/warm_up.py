@@ -43,7 +43,7 @@ NO_ROWS = np.zeros(0, dtype=np.int64)
 def warm_up(steps: Steps) -> None:
     """Capture and time rounds and prompts, with no row seated. Does nothing if rounds are not captured."""
     state, store = steps.state, steps.store
-    if store is None:
+    if not store.captures:
         return
     own = NO_DRAFT if state.worker is None else DraftShape.from_spec(steps.spec)
     drafts = [own] if steps.draft_policy is None else steps.draft_policy.shapes

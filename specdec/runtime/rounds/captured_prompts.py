@@ -140,13 +140,13 @@ def eager_forward(
 
 
 class PromptForwards:
-    """The forwards over prompts of one engine. store: its captures; None: all run eagerly.
+    """The forwards over prompts of one engine. store: its captures.
 
     All captured shapes share the tensors that receive results for the drafter and the first draw, since results are
     read before the next forward runs.
     """
 
-    def __init__(self, state: DeviceState, store: CaptureStore | None) -> None:
+    def __init__(self, state: DeviceState, store: CaptureStore) -> None:
         self._state = state
         self._store = store
         self._results: dict[str, torch.Tensor] = {}  # [places, ...]; never replaced: captured forwards write them
@@ -167,7 +167,6 @@ class PromptForwards:
         count, *rest = new.shape
         if name not in self._results:
             self._results[name] = new.new_empty((MAX_TOKENS + 1, *rest))
-            assert self._store is not None
             self._store.shared_bytes += self._results[name].nbytes
         return self._results[name][:count].copy_(new)
 
@@ -179,7 +178,8 @@ class PromptForwards:
         Not captured: sizes beyond the largest, and (rare) chunks with scores if the target otherwise makes fewer final
         states. divided: in parts, if such a size is captured in parts. needed: see `Chunk`.
         """
-        if (store := self._store) is None:
+        store = self._store
+        if not store.captures:
             return eager_forward(self._state, rows, chunk_len, needed, divided=divided)
         size = len(rows), int(chunk_len.sum())
         shape = (self.bucket(*size, needed, divided=True) if divided else None) or self.bucket(*size, needed)

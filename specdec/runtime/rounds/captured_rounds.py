@@ -1,13 +1,10 @@
 """Captured rounds: the device side of a round is recorded once per shape, then replayed without Python.
 
-    1st round of a shape   runs eagerly: compiles kernels, and lets libraries set up what they make lazily
-    2nd                    is captured, then replayed; a rare shape first has RARE_RUNS_BEFORE_CAPTURE eager runs in all
-    later                  replayed
-
 Everything that differs from round to round is data in tensors that are never replaced: seats, slots, lengths, tokens,
 sampling parameters, the drafter's state. Each replay computes page tables, slot translations and write slots from them,
 so nothing outlives a round. A captured round is bound to the view of its capture and to a live cache; a replay with any
-other view is an error. If weights have moved, all rounds are captured again.
+other view is an error. `CaptureStore` says when a shape is captured. Its first round runs eagerly: it compiles kernels,
+and lets libraries set up what they make lazily.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,9 +33,9 @@ RARE_ROUNDS = ROUNDS._replace(pool="rare rounds", patience=RARE_RUNS_BEFORE_CAPT
 
 
 class Rounds:
-    """Runs the rounds of one engine. store: its captures; None: all rounds run eagerly."""
+    """Runs the rounds of one engine. store: its captures."""
 
-    def __init__(self, state: DeviceState, store: CaptureStore | None) -> None:
+    def __init__(self, state: DeviceState, store: CaptureStore) -> None:
         self.state = state
         self._store = store
 
@@ -46,17 +43,13 @@ class Rounds:
         """Run a round of the seated rows. Returns its packed result, which the next captured round of this shape
         overwrites."""
         self.state.cache.allocator.require_unfrozen("a round")
-        programs = decode_programs(self.state, shape)
-        if self._store is not None:
-            programs = self._store.programs_to_run(shape, programs, RARE_ROUNDS if is_rare(shape) else ROUNDS)
-        return run_programs(programs, between)
+        rule = RARE_ROUNDS if is_rare(shape) else ROUNDS
+        return run_programs(self._store.programs_to_run(shape, decode_programs(self.state, shape), rule), between)
 
     def read_lag(self, shape: RoundShape, max_tokens: int) -> None:
-        """Let the drafter read the lag of the rows seated for a round of this shape, `max_tokens` of each at most."""
-        if self._store is None:
-            self.state.read_lag(shape, max_tokens)
-            return
-        program = partial(self.state.read_lag, shape, MAX_LAG)
+        """Let the drafter read the lag of the rows seated for a round of this shape, at most `max_tokens` of each, or
+        MAX_LAG if it is captured."""
+        program = partial(self.state.read_lag, shape, MAX_LAG if self._store.captures else max_tokens)
         run_programs(self._store.programs_to_run((shape.batch, shape.max_committed_len), [program], ROUNDS))
 
 
