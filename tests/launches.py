@@ -62,7 +62,7 @@ from specdec.measurement.model_shapes import SHAPES, Shrink
 from specdec.measurement.random_weights import FORMS, build_model, pack_layers
 from specdec.modules.private_copy import private_copy
 from specdec.runtime.rounds.closing import VerifiedRound, closing
-from specdec.runtime.rounds.opening import RowTables, opening
+from specdec.runtime.rounds.opening import opening
 from specdec.sampling.kernel_sampler import best_tokens, sample
 from specdec.sampling.row_scores import LogitRows, SeenTokens
 from specdec.sampling.sampling_table import FLOAT_COLUMNS, INT_COLUMNS, ParamVectors
@@ -451,8 +451,7 @@ def open_and_close(batch: int, num_nodes: int, page_size: int, *, chain: bool) -
     table = RequestTable(allocator, max_requests=batch, max_len=256, lookahead=num_nodes)
     seats, tokens = integers(batch), integers(*table.slots.host.shape)
     cells = integers(batch + 1, len(INT_COLUMNS) + len(FLOAT_COLUMNS))
-    tables = RowTables(table.committed_len.tensor, tokens, integers(batch + 1), cells)
-    opened = opening(seats, tables, depth=num_nodes)
+    opened = opening(seats, table.committed_len.tensor, tokens, integers(batch + 1), cells, depth=num_nodes)
     parents = integers(batch, num_nodes)
     tree = DraftTree(integers(batch, num_nodes), parents, parents, parents, is_chain=chain)
     rows, sizes = Rows(seats, 99), (num_nodes, num_nodes)

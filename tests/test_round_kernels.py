@@ -19,7 +19,7 @@ from specdec.kvcache.cache import KVCache
 from specdec.kvcache.table import Move, RequestTable, Rows
 from specdec.runtime.rounds.closing import VerifiedRound, closing, reference_closing
 from specdec.runtime.rounds.decode_round import DecodeRound
-from specdec.runtime.rounds.opening import RowTables, opening, reference_opening
+from specdec.runtime.rounds.opening import opening, reference_opening
 from specdec.runtime.rounds.result import DraftShape, RoundShape, empty_result
 from specdec.sampling.sampling_table import FLOAT_COLUMNS, INT_COLUMNS, SamplerFeatures, SamplingTable
 
@@ -50,8 +50,7 @@ def test_an_opening_by_eye(poison_empty: None) -> None:
         table.load(np.array([row]), [(each, -row)])
     text = long([[10, 11, 12, 13, 14, 15], [0] * 6, [30, 31, 32, 33, 34, 35], [0] * 6])
     for function in (opening, reference_opening):
-        tables = RowTables(long([1, 9, 4, 0]), text, long([2, 9, 0, 0]), table.cells.tensor)
-        opened = function(long([2, 0, 3]), tables, depth=2)
+        opened = function(long([2, 0, 3]), long([1, 9, 4, 0]), text, long([2, 9, 0, 0]), table.cells.tensor, depth=2)
         assert opened.committed_len.tolist() == [4, 1, 0] and opened.history_len.tolist() == [5, 2, 1]
         assert opened.root.tolist() == [34, 11, 0]
         assert opened.max_path.tolist() == [1, 3, 1]
@@ -74,9 +73,8 @@ def test_an_opening_is_that_of_torch(seats: int, depth: int, poison_empty: None)
         torch.randn((80, len(FLOAT_COLUMNS)), dtype=torch.float64, device=DEVICE).exp().view(torch.int64)
     )
     committed, most = (torch.randint(0, 40, (80,), device=DEVICE) for _ in range(2))
-    tables = RowTables(committed, torch.randint(0, 99, (80, 41), device=DEVICE), most, cells)
-    seated = torch.randperm(80, device=DEVICE)[:seats]
-    got, want = (function(seated, tables, depth) for function in (opening, reference_opening))
+    given = (torch.randperm(80, device=DEVICE)[:seats], committed, torch.randint(0, 99, (80, 41), device=DEVICE), most)
+    got, want = (function(*given, cells, depth) for function in (opening, reference_opening))
     for name in got._fields:
         torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=0, atol=0)
 

@@ -31,7 +31,7 @@ from specdec.kvcache.layout import KEEP_ALL, ByGroup, GroupId, PrimaryLoc, Reten
 from specdec.kvcache.store import PoolAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
 from specdec.kvcache.table import Move, RequestTable, Rows
 from specdec.runtime.rounds.closing import VerifiedRound, closing, reference_closing
-from specdec.runtime.rounds.opening import RowTables, opening, reference_opening
+from specdec.runtime.rounds.opening import opening, reference_opening
 
 BATCH, NODES, RETAIN = 8, 16, 1025
 LIMIT_US = 20.0
@@ -207,8 +207,7 @@ def round_call(page_size: int, num_nodes: int, chain: bool, seed: int) -> Call:
         tokens, most, cells = (torch.randint(0, 9, shape, generator=generator).to(DEVICE) for shape in shapes)
         seats = torch.arange(BATCH, device=DEVICE)
         rows = Rows(seats.where(seats < BATCH - 2, BATCH), 600)
-        tables = RowTables(table.committed_len.tensor, tokens, most, cells)
-        opened = open_round(rows.index, tables, depth=num_nodes)
+        opened = open_round(rows.index, table.committed_len.tensor, tokens, most, cells, depth=num_nodes)
         packed = tokens.new_empty((BATCH, 1 + 2 * num_nodes))
         sizes = num_nodes, num_nodes
         verified = VerifiedRound(tree, target, opened.max_path, rows, opened.committed_len, *sizes)

@@ -43,8 +43,9 @@ class Rounds:
         """Run a round of the seated rows. Returns its packed result, which the next captured round of this shape
         overwrites."""
         self.state.cache.allocator.require_unfrozen("a round")
-        rule = RARE_ROUNDS if is_rare(shape) else ROUNDS
-        return run_programs(self._store.programs_to_run(shape, decode_programs(self.state, shape), rule), between)
+        programs = decode_programs(self.state, shape)
+        programs = self._store.programs_to_run(shape, programs, RARE_ROUNDS if is_rare(shape) else ROUNDS)
+        return run_programs(programs, between)
 
     def read_lag(self, shape: RoundShape, max_tokens: int) -> None:
         """Let the drafter read the lag of the rows seated for a round of this shape, at most `max_tokens` of each, or

@@ -19,7 +19,7 @@ from specdec.kvcache.table import Rows
 from specdec.runtime.rounds.closing import VerifiedRound, closing, reference_closing
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.drafter_lag import added_lag
-from specdec.runtime.rounds.opening import RowTables, opening, reference_opening
+from specdec.runtime.rounds.opening import opening, reference_opening
 from specdec.runtime.rounds.result import RoundShape, empty_result, pack_round_result
 from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import ReferenceSampler, RootMaskedSampler
@@ -65,10 +65,8 @@ class DecodeRound:
         # the rows as the drafter reads them; a lookup reads only tokens
         read_seats = (state.seats if draft.by_lookup else state.draft_seats).tensor
         self.read_rows = Rows(read_seats[: shape.batch], shape.max_committed_len)
-        tables = RowTables(
-            table.committed_len.tensor, state.tokens.tensor, state.max_drafts.tensor, state.sampling.cells.tensor
-        )
-        opened = (opening if state.on_kernels else reference_opening)(rows.index, tables, depth=draft.num_steps + 1)
+        tables = (table.committed_len.tensor, state.tokens.tensor, state.max_drafts.tensor, state.sampling.cells.tensor)
+        opened = (opening if state.on_kernels else reference_opening)(rows.index, *tables, depth=draft.num_steps + 1)
         self.opened, root, history_len = opened, opened.root, opened.history_len
         self.prefix = state.backend.locate(table, rows, opened.committed_len, shape.width)
         sampler = state.sampler_of(rows, shape, opened)

@@ -46,18 +46,14 @@ class Opening(NamedTuple):
         return tree.is_chain and self.chain_pos.shape == tree.tokens.shape
 
 
-class RowTables(NamedTuple):
-    """Tables of R rows, int64: committed_len and max_drafts [R], tokens [R, W], cells [R, columns] of a
-    `SamplingTable`."""
-
-    committed_len: torch.Tensor
-    tokens: torch.Tensor
-    max_drafts: torch.Tensor
-    cells: torch.Tensor
-
-
-def reference_opening(seats: torch.Tensor, tables: RowTables, depth: int) -> Opening:
-    committed_len, tokens, max_drafts, cells = tables
+def reference_opening(
+    seats: torch.Tensor,
+    committed_len: torch.Tensor,
+    tokens: torch.Tensor,
+    max_drafts: torch.Tensor,
+    cells: torch.Tensor,
+    depth: int,
+) -> Opening:
     start = committed_len[seats]
     level_pos = start + torch.arange(depth + 1, device=seats.device)[:, None]
     by_request = level_pos.t().contiguous()  # [B, D + 1]
@@ -110,12 +106,19 @@ def _opening_kernel(
     tl.store(p_level_pos + depth * batch + o_b, start + depth, mask=m_b)
 
 
-def opening(seats: torch.Tensor, tables: RowTables, depth: int) -> Opening:
-    """Read the opening of seats [B], int64. depth: D >= 1, nodes of a chain with its root."""
-    committed_len, tokens, max_drafts, cells = tables
+def opening(
+    seats: torch.Tensor,
+    committed_len: torch.Tensor,
+    tokens: torch.Tensor,
+    max_drafts: torch.Tensor,
+    cells: torch.Tensor,
+    depth: int,
+) -> Opening:
+    """Read the opening of seats [B] from tables of R rows: committed_len and max_drafts [R], tokens [R, W], cells [R,
+    columns] of a `SamplingTable`. depth: D >= 1, nodes of a chain with its root. All tensors are int64."""
     (batch,), (num_rows, row_width) = seats.shape, tokens.shape
     assert committed_len.shape == max_drafts.shape == cells.shape[:1] == (num_rows,), f"{tokens.shape=} {cells.shape=}"
-    given = (seats, *tables)
+    given = (seats, committed_len, tokens, max_drafts, cells)
     assert all(x.is_contiguous() and x.dtype == torch.int64 for x in given), [x.stride() for x in given]
     num_cells = cells.shape[1]
     opened = Opening(
