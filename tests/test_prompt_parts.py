@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -290,16 +291,19 @@ def test_a_decoder_with_another_loop_is_not_divided(make_target):
     assert start_forward_of(target.decoder, proof) is None
 
 
-def test_where_a_forward_is_divided(make_target):
+def test_where_a_forward_is_divided(make_target, monkeypatch):
     """Six layers, of which the second and the last see everything; the third stores the last K/V."""
     target = TargetModel(make_target("gemma4-e2b", **TWO_OWNERS), REFERENCE)
     every, last, none = StatesNeeded.EVERY, StatesNeeded.LAST, StatesNeeded.NONE
     assert target.windows == (8, None, 8, 8, 8, None) and target.narrows_at() == 2
     third, half = pytest.approx(1 / 3), pytest.approx(1 / 2)
-    assert divide(target, (), every, 2) == ([2, 4, 6], [(third, half, 0), (third, 0, 0), (third, half, 0)])
-    assert divide(target, (), none, 2)[0] == [1, 3]
+    state = SimpleNamespace(target=target, aux_layers=())
+    monkeypatch.setattr("specdec.runtime.rounds.prompt_chunks.LAYERS_A_PART", 2)
+    shares = [(third, half, 0), (third, 0, 0), (third, half, 0)]
+    assert divide(state, every, captured=True) == ([2, 4, 6], shares)
+    assert divide(state, none, captured=True)[0] == [1, 3]
     ends, shares = [1, 2, 3, 6], [(third, 0, 0), (third, 1, 0), (third, 0, 0), (0, 0, 1)]
-    assert divide(target, (), last, 1) == (ends, shares)
+    assert divide(state, last, captured=False) == (ends, shares)
 
 
 SHARES = [PartShare(1 / 8, 1 / 3 if number % 2 and number < 7 else 0.0) for number in range(8)]

@@ -29,7 +29,6 @@ from specdec.runtime.request import Request
 from specdec.runtime.rounds.captured_prompts import PromptForwards, PromptParts
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.prompt_chunks import (
-    LAYERS_A_PART,
     PREFILL_STAGES,
     divide,
     draw_first_tokens,
@@ -175,4 +174,4 @@ def part_shares(state: DeviceState, *, captured: bool) -> Sequence[PartShare]:
     if not state.target.can_pause or not (captured or state.device.type == "cpu"):
         return ()
     states = state.states_needed(scored=False, ends_prompt=False)
-    return divide(state.target, state.aux_layers, states, LAYERS_A_PART if captured else 1)[1]
+    return divide(state, states, captured=captured)[1]

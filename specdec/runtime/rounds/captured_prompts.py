@@ -22,7 +22,7 @@ from specdec.gpu.captures import SPARE_POOL, CaptureRule, CaptureStore, Program
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.target import StatesNeeded
 from specdec.runtime.rounds.device_state import DeviceState
-from specdec.runtime.rounds.prompt_chunks import LAYERS_A_PART, Chunk, divide, read_chunk
+from specdec.runtime.rounds.prompt_chunks import Chunk, divide, read_chunk
 from specdec.runtime.rounds.prompt_sizes import MIN_LONG_TOKENS, SIZES_IN_PARTS, PartShare, token_buckets
 
 MAX_TOKENS = 8192
@@ -74,17 +74,11 @@ class ChunkProgram:
     """The forward of one shape. It reads rows and lengths from `inputs` [2, R] and leaves its result in `chunk`, at
     fixed addresses if it is captured.
 
-    keep: returns the tensors in which to keep a result. layers_a_part: of a divided forward, each of whose parts is a
-    program. Padding runs have no tokens.
+    keep: copies a result to where it is kept; None: it is not captured. Then each layer of a divided forward is a part.
+    Padding runs have no tokens.
     """
 
-    def __init__(
-        self,
-        state: DeviceState,
-        shape: ChunkShape,
-        keep: Callable[[Chunk], Chunk] = lambda chunk: chunk,
-        layers_a_part: int = LAYERS_A_PART,
-    ) -> None:
+    def __init__(self, state: DeviceState, shape: ChunkShape, keep: Callable[[Chunk], Chunk] | None = None) -> None:
         self.shares = [PartShare()]
         self._chunk: Chunk | None = None
         self._layer_ends: list[int] = []
@@ -92,7 +86,6 @@ class ChunkProgram:
         self._state = state
         self._shape = shape
         self._keep = keep
-        self._layers_a_part = layers_a_part
         self._inputs = torch.zeros((2, shape.runs), dtype=torch.int64, device=state.device)
 
     @torch.inference_mode()
@@ -103,8 +96,8 @@ class ChunkProgram:
         inputs[:, : len(rows)] = rows, chunk_len
         self._inputs.copy_(upload(inputs, self._inputs.device))
         if self._shape.divided:
-            layers = self._state.target, self._state.aux_layers
-            self._layer_ends, self.shares = divide(*layers, self._shape.needed, self._layers_a_part)
+            needed, captured = self._shape.needed, self._keep is not None
+            self._layer_ends, self.shares = divide(self._state, needed, captured=captured)
 
     @property
     def programs(self) -> list[Program]:
@@ -125,7 +118,7 @@ class ChunkProgram:
         try:
             next(self._reading)
         except StopIteration as end:
-            self._reading, self._chunk = None, self._keep(end.value)
+            self._reading, self._chunk = None, end.value if self._keep is None else self._keep(end.value)
         return self._inputs  # a program must return a tensor to keep
 
 
@@ -134,7 +127,7 @@ def eager_forward(
 ) -> PromptParts:
     """A forward that is not captured, as a whole or with each layer as a part."""
     shape = ChunkShape(int(chunk_len.sum()), len(rows), needed, divided)
-    program = ChunkProgram(state, shape, layers_a_part=1)
+    program = ChunkProgram(state, shape)
     program.load_chunks(rows, chunk_len)
     return PromptParts(program.shares, program.programs, program.result, state.weights.generation())
 

@@ -24,7 +24,7 @@ from specdec.attention.plan import Pack, plan_last, plan_packed
 from specdec.draft_models.base import PromptObservation
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.kvcache.table import Rows
-from specdec.models.target import StatesNeeded, TargetModel
+from specdec.models.target import StatesNeeded
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.prompt_sizes import PartShare
 from specdec.runtime.rounds.result import RoundShape, pack_round_result
@@ -96,17 +96,15 @@ def read_chunk(
     return Chunk(pack, tokens, hidden, None if aux_states is None else aux_states[0], needed)
 
 
-def divide(
-    target: TargetModel, aux_layers: Sequence[int], needed: StatesNeeded, layers_a_part: int
-) -> tuple[list[int], list[PartShare]]:
-    """Divide a forward into parts of at most `layers_a_part` layers. Returns the layer number at which each part ends,
-    and its share of the time: in proportion to its layers; for attention, to those layers in which every token sees the
-    whole prefix."""
+def divide(state: DeviceState, needed: StatesNeeded, *, captured: bool) -> tuple[list[int], list[PartShare]]:
+    """Divide a forward into parts: of one layer, or of at most LAYERS_A_PART if it is captured. Returns the layer
+    number at which each part ends, and its share of the time: in proportion to its layers; for attention, to those
+    layers in which every token sees the whole prefix."""
+    target, layers_a_part = state.target, LAYERS_A_PART if captured else 1
     num_layers = len(target.layout.layers)
-    narrow = target.narrows_at(aux_layers)
-    every = num_layers if needed is StatesNeeded.EVERY or narrow is None else narrow + 1
-    narrowed = None if needed is StatesNeeded.EVERY else narrow
-    sees_all = [target.windows[layer] is None and layer != narrowed for layer in range(every)]
+    narrow = None if needed is StatesNeeded.EVERY else target.narrows_at(state.aux_layers)
+    every = num_layers if narrow is None else narrow + 1
+    sees_all = [target.windows[layer] is None and layer != narrow for layer in range(every)]
     layer_ends, shares = _evenly(0, every, layers_a_part), []
     for begin, end in pairwise([0, *layer_ends]):
         forward = (end - begin) / every
