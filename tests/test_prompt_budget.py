@@ -289,7 +289,8 @@ def test_an_engine_reads_prompts_by_what_it_has_measured(make_engine, make_targe
     assert engine.stats().prompt_gap_ms > 0.0  # learned
     gap = engine.scheduler.prompt_gap = StoppedClock(engine.scheduler.prompt_gap.budget)
     gap.round = 0.1
-    gap.cost.time(96, 0.096)
+    for tokens in (16, 96):
+        gap.cost.time(tokens, 0.001 * tokens)
 
     def step(expected: int) -> None:
         before = sum(int(engine.table.committed_len.host[request.row]) for request in engine.scheduler.running)
