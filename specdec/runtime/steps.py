@@ -40,8 +40,8 @@ from specdec.runtime.scheduler import RequestBatch, Scheduler
 class Steps:
     """Runs the steps of one engine. `launches` holds unsettled work; `prefill` reads prompts.
 
-    store: captures of rounds and prompts. `draft_policy`: chooses each round's draft; None:
-    always the engine's own draft.
+    store: captures of rounds and prompts. `draft_policy`: chooses each round's draft; None: always the engine's own
+    draft.
     """
 
     def __init__(
