@@ -16,13 +16,12 @@ from typing import Protocol
 
 import torch
 
-from specdec.attention.dense import MaskedRuns, VisibleKeys, dense_run, runs_attention
+from specdec.attention.dense import VisibleKeys, attend_alone, attend_together, masked_runs, runs_attention
 from specdec.attention.draft_block import DraftBlock, DraftPlan, PagedDraftBlock, TorchDraftBlock
-from specdec.attention.kernels.own_keys import own_keys, reference_own_keys
+from specdec.attention.kernels.own_keys import PathKeys, own_keys
 from specdec.attention.kernels.page_table import build_page_tables, reference_build_page_tables
 from specdec.attention.kernels.ragged_attention import ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
-from specdec.attention.path_attention import PathAttention, deterministic_attention, exact_run
 from specdec.attention.plan import Attend, KVPlan, PackTables, PlanBackend
 from specdec.attention.recurrence.gpu_recurrence import RecurrentKernels, fold_row
 from specdec.attention.recurrence.torch_recurrence import RecurrentForward, fold_committed
@@ -65,11 +64,10 @@ class TorchBackend:
         if isinstance(plan.prefix, PackTables):
             runs = plan.prefix.pack, plan.prefix.lines[group], window, plan.first_key
             if self.captured and not self.deterministic:
-                return MaskedRuns(*runs)
-            return runs_attention(exact_run if self.deterministic else dense_run, *runs)
-        if self.deterministic:
-            return PathAttention.from_plan(deterministic_attention, reference_own_keys, plan, group, window)
-        return VisibleKeys.from_plan(plan, group, window).attend
+                return masked_runs(*runs)
+            return runs_attention(attend_alone if self.deterministic else attend_together, *runs)
+        keys = VisibleKeys.from_plan(plan, group, window)
+        return attend_alone(keys, plan.block_len) if self.deterministic else attend_together(keys)
 
     def store(self, destination: Destination, k: torch.Tensor, v: torch.Tensor) -> None:
         reference_store_kv(k, v, destination.slots, destination.pool_k, destination.pool_v)
@@ -100,8 +98,14 @@ class TritonBackend:
         if isinstance(plan.prefix, PackTables):
             attend = partial(ragged_attention, pack=plan.prefix.pack, lines=plan.prefix.lines[group])
             return partial(attend, window=window, first_key=plan.first_key, exact=self.deterministic, shares=shares)
-        by_tree = partial(tree_attention, shares=shares)
-        return PathAttention.from_plan(by_tree, own_keys, plan, group, window)
+        table, tree = plan.prefix.table(group), plan.tree
+        write = None if plan.write is None else plan.write_slots(group).view(plan.positions.shape)
+        parents = None if tree is None or tree.is_chain else tree.parents
+        own = own_keys(table, write, parents, None if tree is None else tree.max_depth)
+        if window is not None:
+            window += plan.window_shift
+        path = PathKeys(table, own, plan.positions, plan.block_len, window, plan.first_key)
+        return partial(tree_attention, path=path, shares=shares)
 
     def store(self, destination: Destination, k: torch.Tensor, v: torch.Tensor) -> None:
         store_kv(k, v, destination.slots, destination.pool_k, destination.pool_v)

@@ -9,14 +9,19 @@ known(i, j) says whether key j exists for query i: always in the committed prefi
 in a chunk or a run of a pack, if j <= i. Windows count positions: in a tree the depth, never the node's index. A model
 with attention sinks adds one learnt logit per head to the softmax's denominator.
 
-`dense_attention` computes it. `VisibleKeys` chooses its keys for trees and chunks, `runs_attention` for packs: run by
-run, as over one request each (`MaskedRuns` within a capture). Keys are read from the pools, after the forward has
-stored its own.
+`dense_attention` computes it. `VisibleKeys` says which keys a forward sees: of trees and chunks request by request, of
+packs run by run (`runs_attention`; `masked_runs` within a capture). Two functions attend to them:
+
+    attend_together   all rows of a request in one operation
+    attend_alone      row by row, so that a row's bits depend on its own path only: on its query and the keys it sees.
+                      Every tensor that a row's operations get has a shape, strides and an alignment that follow from
+                      its path. Kernels do this by another order of sums (`kernels/tree_attention.py`).
+
+Keys are read from the pools, after the forward has stored its own.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -87,18 +92,17 @@ def dense_attention(
     return out.flatten(1, 2).transpose(1, 2)
 
 
-@dataclass(frozen=True, slots=True)
-class VisibleKeys:
+class VisibleKeys(NamedTuple):
     """The keys that queries of one forward see, in all layers of one group and window.
 
-    `slots`: [B, L] in the layers' group: the prefix, then the N tokens of the forward if they have keys. `bias`: [B, 1,
-    N, L] float32, 0 or -inf, broadcast over heads. The forward's own K/V are read from the slots that it has just
-    written, so one gather serves prefix and block. A masked column gathers a key of the same request, so a NaN in
-    another request's slot cannot leak through a zero weight.
+    slots: [B, L] in the layers' group, by position: the prefix, then the N tokens of the forward if they have keys.
+    seen: mask [B, N, L]. The forward's own K/V are read from the slots that it has just written, so one gather serves
+    prefix and block. A masked column gathers a key of the same request, so a NaN in another request's slot cannot leak
+    through a zero weight.
     """
 
     slots: torch.Tensor
-    bias: torch.Tensor
+    seen: torch.Tensor
 
     @classmethod
     def from_plan(cls, plan: KVPlan, group: GroupId, window: int | None) -> "VisibleKeys":
@@ -106,72 +110,96 @@ class VisibleKeys:
         assert not isinstance(plan.prefix, PackTables)
         if window is not None:
             window += plan.window_shift
-        slots, key_pos, committed = prefix_keys(plan.prefix.table(group), window)
+        slots, key_pos, committed = prefix_keys(plan.prefix.table(group))
         seen = visible(plan.positions, key_pos, committed, window, plan.first_key)  # [B, N, L]
         if plan.write is not None:
             batch, num_queries = plan.positions.shape
-            own = visible(plan.positions, plan.positions, block_visibility(plan), window, plan.first_key)
+            in_order = plan.positions[:, :, None] >= plan.positions[:, None]
+            known = in_order if plan.tree is None else plan.tree.ancestors
+            own = visible(plan.positions, plan.positions, known, window, plan.first_key)
             seen = torch.cat([seen, own], dim=-1)
             own_slots = plan.write_slots(group).view(batch, num_queries)
             own_slots = torch.where(own_slots == NULL_SLOT, own_slots[:, :1], own_slots)  # padding
             slots = torch.cat([torch.where(committed, slots, own_slots[:, :1]), own_slots], dim=1)
-        return cls(slots, bias_of(seen))
+        return cls(slots, seen)
+
+
+def attend_together(keys: VisibleKeys) -> Attend:
+    """Attention of all rows of a request in one operation."""
+    bias = bias_of(keys.seen)
 
     def attend(
-        self,
-        query: torch.Tensor,
-        pool_k: FieldPool,
-        pool_v: FieldPool,
-        **options: Unpack[ScoreOptions],
+        query: torch.Tensor, pool_k: FieldPool, pool_v: FieldPool, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
-        """`Attend` of `plan.py`, from pools [slots, Hkv, D]."""
-        batch, length = self.slots.shape
-        flat = self.slots.reshape(-1)
-        k, v = (  # [B, Hkv, L, D]
-            read_rows(pool, flat).view(batch, length, *pool.shape[1:]).transpose(1, 2) for pool in (pool_k, pool_v)
-        )
-        return dense_attention(query, k, v, self.bias, **options)
+        k, v = (read_rows(pool, keys.slots).transpose(1, 2) for pool in (pool_k, pool_v))
+        return dense_attention(query, k, v, bias, **options)
+
+    return attend
 
 
-def block_visibility(plan: KVPlan) -> torch.Tensor:
-    """Which of the forward's own tokens each query may see, by the tree or in order: [B, N, N] bool."""
-    if plan.tree is not None:
-        return plan.tree.ancestors
-    batch, num_queries = plan.positions.shape
-    in_order = torch.ones((num_queries, num_queries), dtype=torch.bool, device=plan.positions.device).tril()
-    return in_order.expand(batch, -1, -1)
+def attend_alone(keys: VisibleKeys, block_len: torch.Tensor | None = None) -> Attend:
+    """Attention of each row alone; the host reads which keys it sees. block_len [B]: number of rows before padding
+    (None: all). A row that sees no key is 0, and so is padding."""
+    seen = keys.seen
+    if block_len is not None:
+        seen = seen & (torch.arange(seen.shape[1], device=seen.device) < block_len[:, None])[:, :, None]
+    of_requests = []
+    for slots, by_row in zip(keys.slots, seen, strict=True):
+        by_some = by_row.any(0)
+        of_requests.append((slots[by_some], [_columns(row) for row in by_row[:, by_some]]))
+
+    def attend(
+        query: torch.Tensor, pool_k: FieldPool, pool_v: FieldPool, **options: Unpack[ScoreOptions]
+    ) -> torch.Tensor:
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        out = query.new_zeros((len(query), query.shape[2], query.shape[1], pool_v.shape[2]))
+        for b, (slots, rows) in enumerate(of_requests):
+            keys_values = [read_rows(pool, slots).to(dtype) for pool in (pool_k, pool_v)]  # [L, Hkv, D]
+            for n, columns in enumerate(rows):
+                if columns is not None:
+                    row = query[b, :, n : n + 1].to(dtype, copy=True)[None]
+                    k, v = (x[columns].transpose(0, 1)[None] for x in keys_values)
+                    out[b, n] = dense_attention(row, k, v, **options)[0, 0]
+        return out
+
+    return attend
 
 
-def prefix_keys(table: PageTable, window: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The committed keys that queries right after the prefixes see through `window`: their slots, their positions, and
-    the mask of columns that hold a key, each [B, L]. The other columns have the slot of a key of the same request."""
-    slots, start = table.slots(), table.begin
-    first = slots[:, :1]
-    if window is not None and table.start is None:  # no columns before the window
-        start = (table.committed_len - (window - 1)).clamp(min=0)
-        columns = start[:, None] + torch.arange(min(slots.shape[1], max(window - 1, 1)), device=slots.device)
-        slots = slots.gather(1, columns.clamp(max=max(slots.shape[1] - 1, 0)))
-    key_pos = start[:, None] + torch.arange(slots.shape[1], device=slots.device)
+def _columns(seen: torch.Tensor) -> slice | torch.Tensor | None:
+    """Columns that a row sees, of seen [L]. The first n need no copy; others are copied to an address as aligned as
+    theirs, since it may affect bits. None: it sees no key."""
+    columns = seen.nonzero()[:, 0]
+    if len(columns) == 0:
+        return None
+    return slice(len(columns)) if int(columns[-1]) < len(columns) else columns
+
+
+def prefix_keys(table: PageTable) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The committed keys of a table: their slots, their positions, and the mask of columns that hold a key, each
+    [B, L]. The other columns have the slot of a key of the same request."""
+    slots = table.slots()
+    key_pos = table.begin[:, None] + torch.arange(slots.shape[1], device=slots.device)
     committed = key_pos < table.committed_len[:, None]
-    return torch.where(committed, slots, first), key_pos, committed
+    return torch.where(committed, slots, slots[:, :1]), key_pos, committed
 
 
 def runs_attention(
-    make: Callable[..., Attend], pack: Pack, lines: RunSlots, window: int | None, first_key: int = 0
+    make: Callable[[VisibleKeys], Attend], pack: Pack, lines: RunSlots, window: int | None, first_key: int = 0
 ) -> Attend:
-    """Attention over the T places of a pack: over each run alone, as over one request. make: `dense_run` or
-    `exact_run`. Results of places of no run are 0."""
+    """Attention over the T places of a pack: over each run alone, as over one request. make: `attend_together` or
+    `attend_alone`. Results of places of no run are 0."""
     runs, begin = list[tuple[slice, Attend]](), 0
     for number in range(len(pack.rows)):
         length, start = int(pack.length[number]), int(pack.start[number])
         places = slice(begin, begin + length)
         begin += length
         if length and bool(pack.exists[places.start]):
-            positions = torch.arange(start, start + length, device=pack.start.device)
+            positions = torch.arange(start, start + length, device=pack.start.device)[None]
             oldest = 0 if window is None else max(0, start - window + 1)
             keys = torch.arange(oldest, start + length, device=positions.device)
             slots = lines.slots_at(torch.full_like(keys, number), keys)[None]
-            runs.append((places, make(slots, keys[None], positions[None], window, first_key)))
+            seen = visible(positions, keys[None], positions[:, :, None] >= keys, window, first_key)
+            runs.append((places, make(VisibleKeys(slots, seen))))
 
     def attend(query: torch.Tensor, pool_k: FieldPool, pool_v: FieldPool, **options: Any) -> torch.Tensor:
         out = query.new_zeros((1, query.shape[2], query.shape[1], pool_v.shape[2]))
@@ -182,39 +210,26 @@ def runs_attention(
     return attend
 
 
-@dataclass(frozen=True, slots=True)
-class MaskedRuns:
+def masked_runs(pack: Pack, lines: RunSlots, window: int | None, first_key: int = 0) -> Attend:
     """`runs_attention` without a length read on the host, so it can be captured. All T places attend to every run, and
     a place keeps the result of its own run only; so it takes R times as long."""
+    runs = list[tuple[torch.Tensor, VisibleKeys]]()
+    columns = torch.arange(lines.slots.shape[1], device=pack.start.device)
+    for number in range(len(pack.rows)):
+        keys = columns if lines.begin is None else columns + lines.begin[number]
+        first, end = pack.start[number], pack.start[number] + pack.length[number]
+        oldest = torch.zeros_like(first) if window is None else (first - window + 1).clamp(min=0)
+        inside = keys.maximum(oldest).minimum((end - 1).clamp(min=0))  # a key that no query sees may be NaN
+        mine = pack.exists & (pack.run_of == number)
+        positions = torch.where(mine, pack.positions, end - 1)[None]
+        known = (positions[:, :, None] >= keys) & (keys == inside)  # [1, T, L]
+        slots = lines.slots_at(torch.full_like(columns, number), inside)[None]
+        runs.append((mine[:, None, None], VisibleKeys(slots, visible(positions, keys[None], known, window, first_key))))
 
-    pack: Pack
-    lines: RunSlots
-    window: int | None
-    first_key: int = 0
-
-    def __call__(self, query: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any) -> torch.Tensor:
-        pack, lines = self.pack, self.lines
+    def attend(query: torch.Tensor, pool_k: FieldPool, pool_v: FieldPool, **options: Any) -> torch.Tensor:
         out = query.new_zeros((1, query.shape[2], query.shape[1], pool_v.shape[2]))
-        columns = torch.arange(lines.slots.shape[1], device=query.device)
-        for number in range(len(pack.rows)):
-            run = torch.full_like(columns, number)
-            keys = columns if lines.begin is None else columns + lines.begin[number]
-            first, end = pack.start[number], pack.start[number] + pack.length[number]
-            oldest = torch.zeros_like(first) if self.window is None else (first - self.window + 1).clamp(min=0)
-            inside = keys.maximum(oldest).minimum((end - 1).clamp(min=0))  # a key that no query sees may be NaN
-            mine = pack.exists & (pack.run_of == number)
-            positions = torch.where(mine, pack.positions, end - 1)[None]
-            known = (positions[:, :, None] >= keys) & (keys == inside)  # [1, T, L]
-            seen = visible(positions, keys[None], known, self.window, self.first_key)
-            attend = VisibleKeys(lines.slots_at(run, inside)[None], bias_of(seen)).attend
-            answer = attend(query, pool_k, pool_v, **options)
-            out = torch.where(mine[:, None, None], answer, out)
+        for mine, keys in runs:
+            out = torch.where(mine, attend_together(keys)(query, pool_k, pool_v, **options), out)
         return out
 
-
-def dense_run(
-    slots: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, window: int | None, first_key: int = 0
-) -> Attend:
-    """Attention of one run, from slots and positions of its keys [1, L] and positions [1, N] of its queries."""
-    known = positions[:, :, None] >= keys[:, None]
-    return VisibleKeys(slots, bias_of(visible(positions, keys, known, window, first_key))).attend
+    return attend

@@ -172,7 +172,7 @@ class TorchDraftBlock(DraftBlock):
     locate = staticmethod(reference_build_page_tables)
 
     def new_pools(self, layer: int) -> tuple[FieldPool, ...]:
-        slots, _, _ = prefix_keys(self.prefix_table(layer), self.draft.windows[layer])
+        slots, _, _ = prefix_keys(self.prefix_table(layer))
         rows = F.pad(slots, (0, self.draft.num_nodes), value=NULL_SLOT).flatten()
         return tuple(pool.index_select(0, rows) for pool in self.store.layers[layer].fields)
 
@@ -190,7 +190,7 @@ class TorchDraftBlock(DraftBlock):
     def seen(self, layer: int) -> torch.Tensor:
         """Mask [B, K, L + nodes] of the keys that the newest level sees: of the prefix and of the draft so far."""
         window, first_key = self.draft.key_limits(layer)
-        _, key_pos, committed = prefix_keys(self.prefix_table(layer), window)
+        _, key_pos, committed = prefix_keys(self.prefix_table(layer))
         nodes = torch.arange(self.num_keys, device=key_pos.device)
         ancestors = (self.bits[:, :, nodes // WORD] >> nodes % WORD & 1).bool()
         known = torch.cat([committed[:, None].expand(-1, self.draft.topk, -1), ancestors], dim=2)

@@ -149,7 +149,7 @@ class KVPlan:
     """Plan of one sequence of tokens: N queries of each of B requests (B * N), or the T places of a pack. Below, [B, N]
     is then [1, T].
 
-    rows [B]: rows of the request table.    committed_len [B]: keys of each prefix.    positions [B, N] of the queries.
+    rows [B]: rows of the request table.    positions [B, N] of the queries.
     tree: the tree whose nodes the queries are; None: the queries are causal, or have no keys (write None).
     write [B * N]: slots of the queries' K/V, by group; None: the queries have no K/V.
     prefix: tables of the prefixes; of a pack if the sequence is one.
@@ -160,7 +160,6 @@ class KVPlan:
 
     backend: PlanBackend
     rows: torch.Tensor
-    committed_len: torch.Tensor
     positions: torch.Tensor
     prefix: PageTables | PackTables
     tree: DraftTree | None = None
@@ -173,6 +172,11 @@ class KVPlan:
     def pack(self) -> Pack | None:
         """The runs of the sequence, if it is a pack; rows and committed_len then have one entry per run, [R]."""
         return self.prefix.pack if isinstance(self.prefix, PackTables) else None
+
+    @property
+    def committed_len(self) -> torch.Tensor:
+        """Number of keys of each prefix, [B]."""
+        return self.prefix.pack.start if isinstance(self.prefix, PackTables) else self.prefix.committed_len
 
     def write_slots(self, group: GroupId) -> GroupLoc:
         """Slots of the forward's own tokens in one group, [B * N]."""
@@ -190,7 +194,6 @@ def plan_chunk(
     return KVPlan(
         backend=backend,
         rows=rows.index,
-        committed_len=start,
         positions=start[:, None] + steps,
         prefix=prefix,
         write=prefix.write.map(lambda slots: GroupLoc(slots.masked_fill(padding, NULL_SLOT).reshape(-1))),
@@ -206,7 +209,6 @@ def plan_packed(backend: PlanBackend, table: RequestTable, pack: Pack, longest: 
     return KVPlan(
         backend=backend,
         rows=pack.rows,
-        committed_len=pack.start,
         positions=pack.positions[None],
         prefix=tables,
         write=tables.write,
@@ -242,7 +244,6 @@ def plan_verify(
     return KVPlan(
         backend=backend,
         rows=rows.index,
-        committed_len=committed_len,
         positions=committed_len[:, None] + tree.depth if positions is None else positions,
         prefix=prefix,
         tree=tree,
@@ -270,7 +271,6 @@ def plan_frozen(
     return KVPlan(
         backend=backend,
         rows=rows.index,
-        committed_len=committed_len,
         positions=position[:, None].expand(-1, num_queries),
         prefix=prefix,
         window_shift=window_shift,

@@ -5,15 +5,14 @@ from typing import Any, NamedTuple
 
 from bench.device import DEVICE  # isort: skip - before triton
 import torch
-from attention_scene import depths, rounded
+from attention_scene import attend_plainly, depths, rounded
 
 from bench.verify import in_float64
 from specdec.attention.kernels import paged_attention as pa
-from specdec.attention.kernels.own_keys import OwnKeys, PathKeys, own_keys, reference_own_keys
+from specdec.attention.kernels.own_keys import PathKeys, own_keys
 from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.kernels.ragged_attention import ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
-from specdec.attention.path_attention import deterministic_attention
 from specdec.attention.plan import Pack, RunSlots
 
 Shape = dict[str, Any]
@@ -127,16 +126,14 @@ def prepare_paged(shape: Shape) -> Prepared:
 
 def prepare_tree(shape: Shape) -> Prepared:
     """`tree_attention` of "tree", "chain", "causal" or "frozen" rows, whose K and V are in the pools already."""
-    args, _, path_by, reference = _stored(shape)
-    path = path_by(own_keys)
+    args, _, path, reference = _stored(shape)
     return Prepared(lambda **options: tree_attention(path=path, **args, **options), reference)
 
 
 def prepare_ragged(shape: Shape) -> Prepared:
     """`ragged_attention` of one run, in any order of sums, or `exact`."""
     [exact] = _common(shape, "exact")[2]
-    args, write, path_by, reference = _stored({**shape, "kind": "causal"})
-    path = path_by(own_keys)
+    args, write, path, reference = _stored({**shape, "kind": "causal"})
     pages, start, committed, _ = path.table
     args["window"] = path.window
     held = pages[:, : int(committed - (0 if start is None else start))]
@@ -146,11 +143,9 @@ def prepare_ragged(shape: Shape) -> Prepared:
     return Prepared(lambda **options: ragged_attention(exact=bool(exact), **args, **options), reference)
 
 
-def _stored(
-    shape: Shape,
-) -> tuple[dict[str, Any], Any, Callable[[Callable[..., OwnKeys]], PathKeys], Callable[[], torch.Tensor]]:
-    """(arguments of kernels that find all keys in the pools, slots of the rows, visible keys by `own_keys` or its
-    reference, the reference in float64)."""
+def _stored(shape: Shape) -> tuple[dict[str, Any], Any, PathKeys, Callable[[], torch.Tensor]]:
+    """(arguments of kernels that find all keys in the pools, slots of the rows, visible keys, the reference in
+    float64)."""
     shape, extra, [kind, fp8, *_] = _common(shape, "kind", "fp8", "level", "exact")
     kind, (batch, num_rows) = kind or "tree", (shape["batch"], shape["num_rows"])
     args = {**make_inputs(**shape, evicted=True), **extra}
@@ -174,10 +169,9 @@ def _stored(
     if fp8:
         args |= {name: rounded(args[name]) for name in ("pool_k", "pool_v")}
 
-    def path_by(find: Callable[..., OwnKeys]) -> PathKeys:
-        return PathKeys(table, find(table, write, parents), positions, block_len, window)
-
-    return args, write, path_by, lambda: deterministic_attention(path=path_by(reference_own_keys), **in_float64(args))
+    path = PathKeys(table, own_keys(table, write, parents), positions, block_len, window)
+    plain = attend_plainly(table, write, parents, positions, block_len, window)
+    return args, write, path, lambda: plain(**in_float64(args))
 
 
 def kv_bytes(shape: Shape) -> int:

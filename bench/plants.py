@@ -95,7 +95,7 @@ class RandomText:
 
         def planted(sampler: ReferenceSampler, logits: Any, positions: Any, inputs: EditInputs, cap: Any) -> Any:
             drawn = plain[type(sampler)](sampler, logits, positions, inputs, cap)
-            number = inputs.history[:, :1].clamp(max=FIRST_TEXT - 1)
+            number = inputs.read_history()[:, :1].clamp(max=FIRST_TEXT - 1)
             return self.text(number, positions).where(positions > 0, drawn)
 
         try:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import typer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -58,6 +59,8 @@ SCOPE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaOptions(ServeOptions):
+    """Several replicas of specdec serve, under Ray Serve."""
+
     replicas: int = option(2, "Engines, each in a process of its own.", min=1)
     router: Literal["load", "prefix"] = option(
         "load", "load: to the less busy of two random replicas; prefix: where most of its prompt was sent before."
@@ -287,5 +290,6 @@ def run_replicas(options: ReplicaOptions) -> None:
 
 
 if __name__ == "__main__":
-    line = "Several replicas of specdec serve, under Ray Serve."
-    command(ReplicaOptions, run_replicas, context_settings={"auto_envvar_prefix": PREFIX})("ray_serve.py", line)()
+    alone = typer.Typer(add_completion=False)
+    command("ray_serve.py", run_replicas, alone, context_settings={"auto_envvar_prefix": PREFIX})(ReplicaOptions)
+    alone()

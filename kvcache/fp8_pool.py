@@ -45,10 +45,6 @@ class Fp8Pool:
     def shape(self) -> torch.Size:
         return self.bits.shape
 
-    @property
-    def device(self) -> torch.device:
-        return self.bits.device
-
     def new_empty(self, shape: tuple[int, ...]) -> "Fp8Pool":
         """An uninitialised pool of this shape [slots, heads, D]."""
         return Fp8Pool(self.bits.new_empty(shape), self.scales.new_empty(shape[:-1]), self.dtype)
@@ -74,8 +70,8 @@ FieldPool = torch.Tensor | Fp8Pool
 
 
 def read_rows(pool: FieldPool, slots: torch.Tensor) -> torch.Tensor:
-    """Rows at slots [T] -> [T, heads, D]."""
-    return all_rows(pool.index_select(0, slots))
+    """Rows at slots of any shape [...] -> [..., heads, D]."""
+    return all_rows(pool.index_select(0, slots.flatten())).view(*slots.shape, *pool.shape[1:])
 
 
 def all_rows(pool: FieldPool) -> torch.Tensor:

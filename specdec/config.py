@@ -24,9 +24,6 @@ DEFAULT_TREE_NODES = 64
 MAX_TOPK = 63
 """Most branches of a node: one fewer than the best tokens that a kernel returns per row, since one is the draw."""
 
-ATTENTION_BACKENDS = ("auto", "torch", "triton")
-KV_DTYPES = ("fp8",)
-
 MAX_RANKS = 8
 """Most devices that one model is split over."""
 
@@ -180,12 +177,12 @@ class EngineConfig:
         require_fields(self, spans)
         if self.memory_share is not None:
             require_number("memory_share", self.memory_share, 0.0, 1.0, open_low=True)
-        require_one_of("attention", self.attention, ATTENTION_BACKENDS)
+        require_one_of("attention", self.attention, ("auto", "torch", "triton"))
         for name, words in (("cuda_graphs", "True, 'auto' or False"), ("fused", "'auto', True or False")):
             value = getattr(self, name)
             require(name, value, isinstance(value, bool) or value == "auto", f"{words} is expected")
         if self.kv_dtype is not None:
-            require_one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
+            require_one_of("kv_dtype", self.kv_dtype, ("fp8",))
         if self.device is not None:
             _require_device(self.device)
         dtype: object = self.dtype

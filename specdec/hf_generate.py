@@ -8,7 +8,6 @@ transformers' criterion. The model is not changed, even if the call fails.
 import difflib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -51,119 +50,100 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """More values without effect, besides None, False, an empty list and transformers' defaults."""
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationSettings:
-    """Generation settings by name. Precedence: keyword, given config, the model's config, transformers' defaults."""
+def merge_settings(model: PreTrainedModel, given: GenerationConfig | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by name; None: unset or switched off. Precedence: keyword (None switches even a default off), given
+    config, the model's config, transformers' defaults. Raises ConfigError for those that cannot be honoured."""
+    if given is not None and not isinstance(given, GenerationConfig):
+        raise ConfigError(f"generation_config={shown(given)}: a transformers GenerationConfig is expected")
+    defaults = GenerationConfig._get_default_generation_params()
+    legacy = model.config._get_generation_parameters() if given is None else {}
+    for name, value in legacy.items():  # like transformers
+        raise ConfigError(f"the model's config sets {name}={shown(value)}; set it in model.generation_config instead")
+    own = getattr(model, "generation_config", None)
+    sources = [
+        ("the model's generation_config sets", {} if own is None else vars(own)),
+        ("the generation_config sets", {} if given is None else vars(given)),
+        ("", kwargs),
+    ]
+    merged: dict[str, Any] = {}
+    where: dict[str, str] = {}
+    for source, values in sources:
+        for name, value in values.items():
+            if values is kwargs or not (name.startswith("_") or value is None):
+                merged[name], where[name] = value, source
+    for name, value in merged.items():
+        if value is not None and name not in HONOURED | HARMLESS and not _is_neutral(name, value, defaults):
+            raise ConfigError(_refusal(name, value, where[name]))
+    unasked = {"max_length": None, "num_assistant_tokens": None}  # their defaults do not count
+    return dict.fromkeys(HONOURED) | defaults | unasked | merged
 
-    merged: Mapping[str, Any]  # None: unset or switched off
-    defaults: Mapping[str, Any]
-    switched_off: frozenset[str]  # keywords passed as None: even the default is off
 
-    @classmethod
-    def from_call(
-        cls, model: PreTrainedModel, given: GenerationConfig | None, kwargs: Mapping[str, Any]
-    ) -> "GenerationSettings":
-        """Merge the settings, and refuse those that cannot be honoured."""
-        if given is not None and not isinstance(given, GenerationConfig):
-            raise ConfigError(f"generation_config={shown(given)}: a transformers GenerationConfig is expected")
-        defaults = GenerationConfig._get_default_generation_params()
-        legacy = model.config._get_generation_parameters() if given is None else {}
-        for name, value in legacy.items():  # like transformers
-            raise ConfigError(
-                f"the model's config sets {name}={shown(value)}; set it in model.generation_config instead"
-            )
-        own = getattr(model, "generation_config", None)
-        sources = [
-            ("the model's generation_config sets", {} if own is None else vars(own)),
-            ("the generation_config sets", {} if given is None else vars(given)),
-            ("", kwargs),
-        ]
-        merged: dict[str, Any] = {}
-        where: dict[str, str] = {}
-        for source, values in sources:
-            for name, value in values.items():
-                if values is kwargs or not (name.startswith("_") or value is None):
-                    merged[name], where[name] = value, source
-        for name, value in merged.items():
-            if value is not None and name not in HONOURED | HARMLESS and not _is_neutral(name, value, defaults):
-                raise ConfigError(_refusal(name, value, where[name]))
-        return cls(merged, defaults, frozenset(name for name, value in kwargs.items() if value is None))
+def most_new_tokens(settings: Mapping[str, Any], model: PreTrainedModel, input_len: int) -> Any:
+    """Most new tokens of a row. `max_length` counts the padded input; unset, 20 new tokens are allowed."""
+    if settings["max_new_tokens"] is not None:
+        return settings["max_new_tokens"]
+    max_length = settings["max_length"]
+    if max_length is None:
+        limit = getattr(model.config, "max_position_embeddings", None)
+        if limit is not None and limit <= input_len:
+            raise ConfigError(f"the input has {input_len} tokens, and the model {limit} positions; shorten the input")
+        max_length = GenerationConfig._get_default_generation_params()["max_length"] + input_len
+        max_length = max_length if limit is None else min(max_length, limit)
+    max_length = _as_int("max_length", max_length)
+    if max_length <= input_len:
+        raise ConfigError(
+            f"max_length={max_length}, but the input already has {input_len} tokens; raise it, or give "
+            "max_new_tokens instead"
+        )
+    return max_length - input_len
 
-    def __getitem__(self, name: str) -> Any:
-        value = self.merged.get(name)
-        return self.defaults.get(name) if value is None and name not in self.switched_off else value
 
-    def new_tokens(self, model: PreTrainedModel, input_len: int) -> Any:
-        """Most new tokens of a row. `max_length` counts the padded input; unset, 20 new tokens are allowed."""
-        if self.merged.get("max_new_tokens") is not None:
-            return self.merged["max_new_tokens"]
-        max_length = self.merged.get("max_length")
-        if max_length is None:
-            limit = getattr(model.config, "max_position_embeddings", None)
-            if limit is not None and limit <= input_len:
-                raise ConfigError(
-                    f"the input has {input_len} tokens, and the model {limit} positions; shorten the input"
-                )
-            max_length = self.defaults["max_length"] + input_len
-            max_length = max_length if limit is None else min(max_length, limit)
-        max_length = _as_int("max_length", max_length)
-        if max_length <= input_len:
-            raise ConfigError(
-                f"max_length={max_length}, but the input already has {input_len} tokens; raise it, or give "
-                "max_new_tokens instead"
-            )
-        return max_length - input_len
+def end_ids(settings: Mapping[str, Any]) -> list[int]:
+    """`eos_token_id` as a list. Negative ids, and ids outside the vocabulary, never occur."""
+    ids = settings["eos_token_id"]
+    if ids is None:
+        return []
+    many = ids.reshape(-1).tolist() if isinstance(ids, (torch.Tensor, np.ndarray)) else ids
+    return [_as_int("eos_token_id", one) for one in (many if isinstance(many, (list, tuple)) else [many])]
 
-    def end_ids(self) -> list[int]:
-        """`eos_token_id` as a list. Negative ids, and ids outside the vocabulary, never occur."""
-        ids = self["eos_token_id"]
-        if ids is None:
-            return []
-        many = ids.reshape(-1).tolist() if isinstance(ids, (torch.Tensor, np.ndarray)) else ids
-        return [_as_int("eos_token_id", one) for one in (many if isinstance(many, (list, tuple)) else [many])]
 
-    def pad_id(self) -> int | None:
-        """`pad_token_id`, else the first end token, as in transformers."""
-        pad, ends = self["pad_token_id"], self.end_ids()
-        if pad is None:
-            return ends[0] if ends else None
-        return _as_int("pad_token_id", pad)
+def pad_id(settings: Mapping[str, Any]) -> int | None:
+    """`pad_token_id`, else the first end token, as in transformers."""
+    if settings["pad_token_id"] is None:
+        return next(iter(end_ids(settings)), None)
+    return _as_int("pad_token_id", settings["pad_token_id"])
 
-    def sampling(self, new_tokens: Any, end_ids: tuple[int, ...]) -> dict[str, Any]:
-        """The arguments of SamplingParams. A filter that is None is off."""
-        filters: dict[str, Any] = {"temperature": 0.0}
-        if self["do_sample"]:
-            off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-            filters = {name: neutral if self[name] is None else self[name] for name, neutral in off.items()}
-            if filters["top_p"] == 0:  # then transformers keeps the most likely token
-                filters["top_p"] = np.finfo(np.float32).tiny
-        penalty = self["repetition_penalty"]
-        return filters | {
-            "max_new_tokens": new_tokens,
-            "repetition_penalty": 1.0 if penalty is None else penalty,
-            "stop_token_ids": end_ids,
-            "ignore_eos": True,  # only the end tokens above count
-        }
 
-    def copies(self) -> int:
-        """`num_return_sequences`."""
-        count = self["num_return_sequences"]
-        count = 1 if count is None else _as_int("num_return_sequences", count)
-        if count < 1 or (count > 1 and not self["do_sample"]):
-            raise ConfigError(
-                f"num_return_sequences={count}: 1 is expected, or more with do_sample=True; greedy ones are equal"
-            )
-        return count
+def sampling_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of SamplingParams that choose tokens. A filter that is None is off."""
+    off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    chosen = {name: neutral if settings[name] is None else settings[name] for name, neutral in off.items()}
+    if not settings["do_sample"]:
+        return {"temperature": 0.0, "repetition_penalty": chosen["repetition_penalty"]}
+    if chosen["top_p"] == 0:  # then transformers keeps the most likely token
+        chosen["top_p"] = np.finfo(np.float32).tiny
+    return chosen
 
-    def spec(self) -> SpecConfig | None:
-        """The draft settings; None: the drafter's default."""
-        drafts = self.merged.get("num_assistant_tokens")
-        if drafts is None:
-            return None
-        drafts = _as_int("num_assistant_tokens", drafts)
-        if not 1 <= drafts < MAX_TREE_NODES:
-            raise ConfigError(f"num_assistant_tokens={drafts}: 1 to {MAX_TREE_NODES - 1} drafts a round are supported")
-        return BoundedDepth(num_steps=drafts)  # the drafter may allow fewer
+
+def num_copies(settings: Mapping[str, Any]) -> int:
+    count = settings["num_return_sequences"]
+    count = 1 if count is None else _as_int("num_return_sequences", count)
+    if count < 1 or (count > 1 and not settings["do_sample"]):
+        raise ConfigError(
+            f"num_return_sequences={count}: 1 is expected, or more with do_sample=True; greedy ones are equal"
+        )
+    return count
+
+
+def draft_settings(settings: Mapping[str, Any]) -> SpecConfig | None:
+    """The shape of drafts that is asked for; None: the drafter's default."""
+    drafts = settings["num_assistant_tokens"]
+    if drafts is None:
+        return None
+    drafts = _as_int("num_assistant_tokens", drafts)
+    if not 1 <= drafts < MAX_TREE_NODES:
+        raise ConfigError(f"num_assistant_tokens={drafts}: 1 to {MAX_TREE_NODES - 1} drafts a round are supported")
+    return BoundedDepth(num_steps=drafts)  # the drafter may allow fewer
 
 
 def generate(
@@ -196,7 +176,7 @@ def generate(
     anything: object = model
     if not isinstance(anything, nn.Module) or not hasattr(anything, "config"):
         raise ConfigError(f"model={shown(model)}: a loaded transformers model is expected; Engine takes names")
-    settings = GenerationSettings.from_call(model, generation_config, hf_generate_kwargs)
+    settings = merge_settings(model, generation_config, hf_generate_kwargs)
     drafter = _either_name("drafter", drafter, "assistant_model", assistant_model)
     if settings["use_mtp"]:
         if drafter is not None:
@@ -208,7 +188,7 @@ def generate(
         raise ConfigError("drafter is a tensor; the order is generate(model, drafter, input_ids)")
     ids = _input_ids(model, settings, _either_name("input_ids", input_ids, "inputs", inputs))
     mask = _attention_mask(settings, ids, attention_mask)
-    copies = settings.copies()
+    copies = num_copies(settings)
     ids, mask = ids.repeat_interleave(copies, dim=0), mask.repeat_interleave(copies, dim=0)
     if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
         raise ConfigError(f"streamer={shown(streamer)}: a transformers streamer, with put and end, is expected")
@@ -217,8 +197,11 @@ def generate(
 
     prompts: list[list[int]] = [row[seen].tolist() for row, seen in zip(ids, mask, strict=True)]
     vocab_size = model.config.get_text_config().vocab_size
-    ends = tuple(token for token in settings.end_ids() if 0 <= token < vocab_size)
-    arguments = settings.sampling(settings.new_tokens(model, ids.shape[1]), ends)
+    arguments = sampling_arguments(settings) | {
+        "max_new_tokens": most_new_tokens(settings, model, ids.shape[1]),
+        "stop_token_ids": [token for token in end_ids(settings) if 0 <= token < vocab_size],
+        "ignore_eos": True,  # only the end tokens above count
+    }
     if settings["do_sample"] and seed is None:
         seed = int(torch.randint(0, 2**62, ()).item())
     params = [
@@ -230,13 +213,13 @@ def generate(
         longest = max(map(len, prompts), default=0) + max((each.max_new_tokens for each in params), default=1)
         most = context_length(model.config.get_text_config()).max_len or longest  # the engine refuses longer rows
         engine_config = EngineConfig(max_batch_size=min(max(len(prompts), 1), 4096), max_model_len=min(longest, most))
-    with Engine.from_pretrained(model, drafter, spec=spec or settings.spec(), config=engine_config) as engine:
+    with Engine.from_pretrained(model, drafter, spec=spec or draft_settings(settings), config=engine_config) as engine:
         if stops is None and streamer is None:
             new = [out.token_ids for out in engine.generate(prompts, params)]
         else:
             new = _stream(engine, prompts, params, ids, stops, streamer)
 
-    pad = settings.pad_id()
+    pad = pad_id(settings)
     width = max(map(len, new), default=0)
     generated = torch.full((len(new), width), 0 if pad is None else pad, dtype=torch.int64, device=ids.device)
     for row, tokens in enumerate(new):
@@ -301,7 +284,7 @@ def _stop_criteria(strings: Any, tokenizer: Any) -> StopStringCriteria | None:
         ) from error
 
 
-def _input_ids(model: PreTrainedModel, settings: GenerationSettings, ids: Any) -> torch.Tensor:
+def _input_ids(model: PreTrainedModel, settings: Mapping[str, Any], ids: Any) -> torch.Tensor:
     if ids is None:
         bos = settings["bos_token_id"]
         if bos is None:
@@ -316,11 +299,11 @@ def _input_ids(model: PreTrainedModel, settings: GenerationSettings, ids: Any) -
     return ids
 
 
-def _attention_mask(settings: GenerationSettings, ids: torch.Tensor, mask: Any) -> torch.Tensor:
+def _attention_mask(settings: Mapping[str, Any], ids: torch.Tensor, mask: Any) -> torch.Tensor:
     """The given mask, or transformers' mask of ids that are not padding, if padding differs from the end token."""
     if mask is None:
-        pad = settings.pad_id()
-        return torch.ones_like(ids, dtype=torch.bool) if pad is None or pad in settings.end_ids() else ids != pad
+        pad = pad_id(settings)
+        return torch.ones_like(ids, dtype=torch.bool) if pad is None or pad in end_ids(settings) else ids != pad
     if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
         given = tuple(mask.shape) if isinstance(mask, torch.Tensor) else shown(mask)
         raise ConfigError(f"attention_mask {given} does not match input_ids {tuple(ids.shape)}")

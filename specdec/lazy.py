@@ -1,7 +1,7 @@
 """Imports by name, so that unused modules are not loaded: torch alone takes a second or more.
 
-`specdec/__init__.py` loads public names through it, `specdec/cli/app.py` commands, and commands their actions. No other
-module may use it (tests/test_layout.py).
+`specdec/__init__.py` loads public names through it, and commands their actions. No other module may use it
+(tests/test_layout.py).
 """
 
 from importlib import import_module

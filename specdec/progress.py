@@ -2,7 +2,7 @@
 everywhere. Also the report of interrupted work."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -23,10 +23,7 @@ from rich.text import Text
 def working(what: str) -> Iterator[None]:
     """Show a spinner during the block."""
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(Text(what)):
+    with console.status(Text(what)) if console.is_terminal else nullcontext():
         yield
 
 

@@ -1,18 +1,22 @@
-"""Random requests for tests of `tree_attention`, `deterministic_attention` and `paged_attention`.
+"""Random requests for tests of `tree_attention`, `attend_alone` and `paged_attention`.
 
 `lay_out` puts their queries, keys and values into pools with page tables; `dense` computes every row by definition.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from specdec.attention.kernels.own_keys import OwnKeys, PathKeys
-from specdec.attention.kernels.page_table import PageTable
+from specdec.attention.backend import TorchBackend
+from specdec.attention.kernels.own_keys import PathKeys, own_keys
+from specdec.attention.kernels.page_table import PageTable, PageTables
+from specdec.attention.plan import Attend, KVPlan
+from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.fp8_pool import Fp8Pool
+from specdec.kvcache.layout import NULL_SLOT, PRIMARY, ByGroup, GroupId
 
 from dense_oracle import attend
 
@@ -166,11 +170,39 @@ def taken(fields: type[Any], args: dict[str, Any], **names: str) -> Any:
     return fields(*(args.pop(names.get(name, name)) for name in fields._fields))
 
 
-def path_of(args: dict[str, Any], find_own_keys: Callable[..., OwnKeys]) -> PathKeys:
+def path_of(args: dict[str, Any]) -> PathKeys:
     """Remove the keys of `tree_attention` from the arguments of `lay_out`, and return them."""
     table = taken(PageTable, args)
-    args |= {"table": table, "own": find_own_keys(table, args.pop("write"), args.pop("parents"))}
+    args |= {"table": table, "own": own_keys(table, args.pop("write"), args.pop("parents"))}
     return taken(PathKeys, args)
+
+
+def attend_plainly(
+    table: PageTable,
+    write: torch.Tensor | None,
+    parents: torch.Tensor | None,
+    positions: torch.Tensor,
+    block_len: torch.Tensor | None,
+    window: int | None,
+    first_key: int = 0,
+) -> Attend:
+    """Attention of each row alone in plain torch, under a plan of these: see `own_keys` and `PathKeys`."""
+    group = PRIMARY if table.start is None else GroupId(1)
+    if write is not None and block_len is not None:
+        write = write.masked_fill(torch.arange(write.shape[1], device=write.device) >= block_len[:, None], NULL_SLOT)
+    slots = None if write is None else ByGroup((write.flatten(),) * 2)
+    start, length = table.begin, table.committed_len
+    plan = KVPlan(
+        backend=TorchBackend(deterministic=True),
+        rows=torch.arange(len(length), device=length.device),
+        positions=positions,
+        prefix=PageTables(ByGroup((table.pages,) * 2), torch.stack([start, start]), ByGroup(()), *table[2:]),
+        tree=None if parents is None else DraftTree.from_parents(parents, parents),
+        write=slots,
+        block_len=block_len,
+        first_key=first_key,
+    )
+    return plan.backend.attention(plan, group, window)
 
 
 def dense(requests: Sequence[Request], args: dict[str, Any]) -> torch.Tensor:

@@ -160,12 +160,7 @@ def recurrent(
         integers(rows),
         numbers(rows, dtype=torch.bool),
     )
-    shared: dict[str, Any] = {
-        "backend": None,
-        "rows": integers(batch),
-        "committed_len": integers(batch),
-        "write": write,
-    }
+    shared: dict[str, Any] = {"backend": None, "rows": integers(batch), "write": write}
     for plan in (
         KVPlan(**shared, positions=integers(batch, num_nodes), prefix=tables, tree=tree),
         KVPlan(**shared, positions=integers(1, rows), prefix=PackTables(runs, ByGroup((lines, lines)), write)),

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.backend import choose_backend
-from specdec.attention.path_attention import PathAttention
+from specdec.attention.dense import dense_attention
 from specdec.draft_models.lookup import NgramDrafter
 from specdec.errors import ConfigError, SpecDecError, UnsupportedModelError
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE
@@ -58,7 +58,7 @@ class Logits:
             batch: ReferenceSampler, logits: torch.Tensor, positions: torch.Tensor, inputs: Any, softcap: None
         ) -> torch.Tensor:
             for b, length in enumerate(inputs.length.tolist()):
-                history = inputs.history[b, :length].tolist()
+                history = inputs.read_history()[b, :length].tolist()
                 paths = [tuple(history)]
                 if inputs.tree is not None:
                     tokens, parents = inputs.tree.tokens[b].tolist(), inputs.tree.parents[b].tolist()
@@ -335,7 +335,6 @@ def test_under_the_sanitizer(make_target, engine, random_prompt, scripted, tree_
     monkeypatch.setenv("SPECDEC_SANITIZE", "1")
     trees = scripted(tree_script([p + t for p, (t, _) in zip(prompts, expected, strict=True)]))
     assert answers(engine(model, trees, num_steps=19), prompts, params) == expected
-    real = PathAttention.__call__
-    monkeypatch.setattr(PathAttention, "__call__", lambda self, *a, **k: real(self, *a, **k) * torch.nan)
+    monkeypatch.setattr("specdec.attention.dense.dense_attention", lambda *a, **k: dense_attention(*a, **k) * torch.nan)
     with pytest.raises(SpecDecError, match="position"):
         answers(engine(model, trees, num_steps=19), prompts, params)

@@ -32,7 +32,7 @@ import torch
 from typer.testing import CliRunner
 
 import specdec
-from specdec.cli.app import COMMANDS, app, load_command
+from specdec.cli.app import app, program
 from specdec.loading.model_loading import Checkpoint
 from specdec.models import published
 from specdec.runtime.drafts.draft_policy import DraftPolicy
@@ -128,9 +128,9 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if words[0] == "specdec":
         assert words[1:], "specdec alone does nothing"
         name, *arguments = words[1:]
-        assert name in (*COMMANDS, "--help"), f"no command {name!r}; there are {', '.join(COMMANDS)}"
+        assert name in (*program.commands, "--help"), f"no command {name!r}; there are {', '.join(program.commands)}"
         if "--help" not in words:
-            load_command(name).make_context(name, arguments).close()
+            program.commands[name].make_context(name, arguments).close()
     elif words[0] == "make":
         targets = re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
         for target in (word for word in words[1:] if "=" not in word):

@@ -23,7 +23,7 @@ import pytest
 import torch
 import transformers
 
-from specdec.cli.app import COMMANDS, load_command
+from specdec.cli.app import program
 from specdec.measurement.model_shapes import SHAPES
 
 from package_files import parse_file
@@ -95,7 +95,7 @@ def options() -> set[str]:
 
 def parameters_of_commands() -> Iterator[str]:
     """typer makes an option of a parameter's name where none is given."""
-    for command in map(load_command, COMMANDS):
+    for command in program.commands.values():
         yield from (parameter.name for parameter in command.params if parameter.name)
 
 

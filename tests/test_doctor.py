@@ -249,9 +249,9 @@ def test_what_is_clearly_better(expected, greedy, clear):
 def test_grids_are_told_from_ordinary_weights(dtype):
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert grid_of(weight) == NONE
-    assert grid_of(to_fp8(weight)) == "FP8"
-    assert grid_of(weight.to(torch.float8_e4m3fn).to(dtype)) == "FP8"
-    assert grid_of(to_int4(weight)) == "int4"
+    assert grid_of(to_fp8(weight)) == "8 bits"
+    assert grid_of(weight.to(torch.float8_e4m3fn).to(dtype)) == "8 bits"
+    assert grid_of(to_int4(weight)) == "4 bits"
     assert grid_of(torch.ones(64, 256)) is None
 
 

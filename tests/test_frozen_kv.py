@@ -338,7 +338,7 @@ def test_plans_are_immutable():
     table = make()
     row = opened(table, 5)
     plan = chain(table, ints(row))
-    for name in ("write", "prefix", "committed_len"):
+    for name in ("write", "prefix", "positions"):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(plan, name, None)
     with pytest.raises(AttributeError):

@@ -153,7 +153,7 @@ def read_own_keys_by_full_slots(patch: pytest.MonkeyPatch, source: GroupId = PRI
         if group == to and plan.tree is not None and not plan.tree.is_chain:
             own = plan.positions.shape[1]
             untranslated = plan.write[source].view(plan.positions.shape)
-            return VisibleKeys(torch.cat([keys.slots[:, :-own], untranslated], dim=1), keys.bias)
+            return VisibleKeys(torch.cat([keys.slots[:, :-own], untranslated], dim=1), keys.seen)
         return keys
 
     patch.setattr(VisibleKeys, "from_plan", staticmethod(wrong))

@@ -579,7 +579,7 @@ def test_modules_draft_for_a_target_on_two_devices(
 @pytest.mark.parametrize("topk", [1, 2])
 def test_commands_draft_as_deep_as_the_modules_say(topk: int, published: Any) -> None:
     pair = PairOptions(target=str(published("glm4_moe-3").folder), draft_topk=topk)
-    with load_engine(pair, EngineConfig(max_model_len=64)) as engine:
+    with load_engine(pair, 8, max_model_len=64) as engine:
         assert (engine.drafter.name, engine.spec.num_steps, engine.spec.topk) == ("mtp", 3, topk)
 
 

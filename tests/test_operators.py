@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from specdec.cli.actions.run_server import by_name, read_key_file
 from specdec.cli.app import app as shell
-from specdec.cli.app import load_command
+from specdec.cli.app import program
 from specdec.errors import ConfigError, QueueFullError
 from specdec.serving.fair_pool import CLIENT, FairPool, wait_for
 from specdec.serving.http import clients
@@ -212,7 +212,7 @@ def parsed(arguments: list[str], env: dict[str, str] | None = None) -> dict:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (env or {}).items():
             patch.setenv(name, value)
-        command = load_command("serve")
+        command = program.commands["serve"]
         return command.make_context("serve", arguments, **command.context_settings).params
 
 

@@ -24,7 +24,7 @@ from server_process import running_server
 
 import specdec
 from specdec import Engine, SamplingParams
-from specdec.cli.app import load_command
+from specdec.cli.app import program
 from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.server import LAST_SECONDS, OVERDUE_SECONDS
@@ -251,7 +251,7 @@ def test_a_manifest_starts_the_server_that_it_probes(manifest, pages):
     template = manifest["Deployment"]["spec"]["template"]
     [container] = template["spec"]["containers"]
     entry = re.search(r"^ENTRYPOINT (\[.*\])$", (EXAMPLES.parent / "Dockerfile").read_text("utf-8"), re.MULTILINE)
-    given = load_command("serve").make_context("serve", [*json.loads(entry[1])[2:], *container["args"]]).params
+    given = program.commands["serve"].make_context("serve", [*json.loads(entry[1])[2:], *container["args"]]).params
     assert given["host"] == "0.0.0.0"
     [port] = container["ports"]
     assert port["containerPort"] == given["port"]

@@ -308,20 +308,26 @@ def test_the_cut_of_a_packed_weight_is_its_shape_alone():
 
 
 @pytest.mark.parametrize("multiply", [linear, FAST(linear)], ids=["in order", "any order"])
-def test_programs_hold_ranges_of_low_fp8_weights(multiply: Callable[..., Product], watched: Callable[..., list[Any]]):
-    """33 to 256 rows; not over blocks of scales, whose tiles have one each, nor in 4 bits."""
+def test_programs_hold_ranges_of_packed_weights(multiply: Callable[..., Product], watched: Callable[..., list[Any]]):
+    """A range of 512 columns up to 32 rows, and to 256 of a low FP8 weight; not over blocks of scales, whose tiles have
+    one each."""
     columns = watched(linear_module, "gemm_small", lambda given: given[6].block_k)
-    x = torch.randn(257, 1152, device=DEVICE).half()
-    for form, num_rows, want in (
-        ("e4m3-row", 32, [128]),
-        ("e4m3-row", 33, [512]),
-        ("e4m3-row", 256, [512]),
-        ("e4m3-row", 257, []),
-        ("e4m3-block", 33, []),
-        ("int4", 33, []),
+    x = torch.randn(257, 2048, device=DEVICE).half()
+    for form, height, num_rows, want in (
+        ("e4m3-row", 70, 1, [512]),
+        ("e4m3-row", 70, 256, [512]),
+        ("e4m3-row", 70, 257, []),
+        ("e4m3-row", 576, 32, [512]),
+        ("e4m3-row", 576, 33, []),
+        ("e4m3-block", 70, 32, [128]),
+        ("e4m3-block", 70, 33, []),
+        ("int4", 70, 32, [256]),
+        ("int4", 576, 17, [512]),
+        ("int4", 576, 33, []),
+        ("e2m1", 576, 1, [512]),
     ):
         columns.clear()
-        weight = random_weight(form, 70, x.shape[1], dtype=x.dtype)
+        weight = random_weight(form, height, x.shape[1], dtype=x.dtype)
         product = multiply(x[:num_rows], weight)
         close(finish(product), reference_finish(reference_linear(x[:num_rows], weight)))
-        assert columns == want, f"{form=} {num_rows=}"
+        assert columns == want, f"{form=} {height=} {num_rows=}"

@@ -321,6 +321,6 @@ def test_a_shape_that_does_not_fit_says_so_before_it_is_made(monkeypatch):
 def test_numbers_and_prompts():
     assert command.parse_integers("batches", "8,1, 2k,8") == [1, 8, 2048]
     assert command.numbers("acceptance", "3,2.5") == [2.5, 3.0]
-    prompts = command.joined_prompts([[1, 2, 3], [4, 5]])
-    assert prompts(2, 4) == [[5, 1, 2, 3], [2, 3, 4, 5]]
-    assert prompts(1, 2) == [[2, 3]]
+    prompts = [[1, 2, 3], [4, 5]]
+    assert command.joined_prompts(prompts, 2, 4) == [[5, 1, 2, 3], [2, 3, 4, 5]]
+    assert command.joined_prompts(prompts, 1, 2) == [[2, 3]]

@@ -12,12 +12,11 @@ import torch
 from attention_scene import rounded
 
 from specdec import SamplingParams
-from specdec.attention.dense import MaskedRuns, dense_run, runs_attention
+from specdec.attention.dense import attend_alone, attend_together, masked_runs, runs_attention
 from specdec.attention.kernels.own_keys import PathKeys, own_keys
 from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
 from specdec.attention.kernels.tree_attention import KeySplit, RowTiles, tree_attention
-from specdec.attention.path_attention import exact_run
 from specdec.attention.plan import Pack, RunSlots
 from specdec.runtime.rounds.captured_prompts import MAX_TOKENS
 from specdec.runtime.rounds.prompt_sizes import token_buckets
@@ -142,8 +141,8 @@ def test_the_kernel_against_the_definition(name: str, exact: bool, v_dim: int) -
     torch.testing.assert_close(got.cpu().double(), want, rtol=2e-5, atol=2e-5)
     del options["window"], options["first_key"]
     forms = [
-        *(runs_attention(make, case.pack, case.lines, window, first_key) for make in (dense_run, exact_run)),
-        MaskedRuns(case.pack, case.lines, window, first_key),
+        *(runs_attention(make, case.pack, case.lines, window, first_key) for make in (attend_together, attend_alone)),
+        masked_runs(case.pack, case.lines, window, first_key),
     ]
     for form in forms:
         plain = form(case.q, case.k, case.v, **options)
@@ -220,7 +219,7 @@ def test_random_packs_are_as_each_run_alone() -> None:
         case = Case(starts, lengths, draw.randint(0, 9), None, seed)
         window = draw.choice([None, 7, 30])
         want = case.expected(window, None, None)
-        for make in (dense_run, exact_run):
+        for make in (attend_together, attend_alone):
             attend = runs_attention(make, case.pack, case.lines, window)
             got = attend(case.q, case.k, case.v, scaling=0.3)
             torch.testing.assert_close(got.cpu().double(), want, rtol=2e-5, atol=2e-5)

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from specdec import Engine, EngineConfig
-from specdec.cli.app import app, load_command
+from specdec.cli.app import app, program
 from specdec.errors import CapacityError
 from specdec.measurement.model_shapes import SHAPES, Shrink
 from specdec.measurement.recipes import CARDS, REQUESTS, TOKENS, recipes, row
@@ -80,9 +80,9 @@ def test_the_page_has_every_recipe_and_each_family_of_the_readme():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_command_is_one_that_serve_takes(name):
-    program, verb, *words = shlex.split(recipes()[name].command)
-    assert (program, verb) == ("specdec", "serve")
-    load_command("serve").make_context("serve", [*words]).close()
+    word, verb, *words = shlex.split(recipes()[name].command)
+    assert (word, verb) == ("specdec", "serve")
+    program.commands["serve"].make_context("serve", [*words]).close()
     assert words[1] == RECIPES[name].target and words[3] == RECIPES[name].drafter
 
 

@@ -28,8 +28,7 @@ from specdec.layers.gemm.product import Product
 from specdec.layers.packed.packed_modules import PackedLinear
 from specdec.layers.packed.weight_slices import StackedWeights, place_weight, rank_rows
 from specdec.measurement.random_weights import FORMS, empty_packed, fill_packed
-from specdec.models import recurrent_probe
-from specdec.models.batch_invariance import ROWS
+from specdec.models import probe_context
 from specdec.models.probe_context import ProbeContext
 from specdec.models.target import TargetModel
 from specdec.runtime.calls.arguments import require_recurrent
@@ -128,20 +127,20 @@ def test_records_have_the_window_of_a_block_and_two_rounds() -> None:
 
 def test_a_probe_has_the_same_products_whatever_its_rows(make_target, monkeypatch) -> None:
     """On a GPU the library chooses a product by its number of blocks, so the proof of bits would find others."""
-    counts, run = [], recurrent_probe.run_blocks
+    counts, run = [], probe_context.run_blocks
 
     def counted(block: RecordBlock, new: NewPlaces) -> Any:
         counts.append(len(block.k))
         return run(block, new)
 
-    monkeypatch.setattr(recurrent_probe, "run_blocks", counted)
+    monkeypatch.setattr(probe_context, "run_blocks", counted)
     layout, every = TargetModel(make_target("qwen3_5")).layout, Recurrence(**tokens(40))
     found = []
     for count in (40, 5, 1):
         probe = ProbeContext(layout, torch.arange(count) // 2, torch.arange(count) % 2)
         found.append(probe.recur(0, every.map(lambda x, count=count: x[:count])))
         assert torch.equal(found[-1], found[0][:count]) and len(found[-1]) == count
-    assert set(counts) == {ROWS}
+    assert set(counts) == {1}
 
 
 # the launches of a fused layer

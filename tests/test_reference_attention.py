@@ -10,7 +10,7 @@ import pytest
 import torch
 from kv_rig import SWA, KVRig, ints, layer_spec
 
-from specdec.attention.dense import VisibleKeys, block_visibility
+from specdec.attention.dense import VisibleKeys, attend_together
 from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.layout import PRIMARY, GroupId, KVLayout, LayerSpec, PrimaryLoc
@@ -110,7 +110,7 @@ class Scene:
         kept = self.table.view.layer(layer)
         keys = visible_keys(plan, window)
         options = {"scaling": SCALING, "softcap": softcap, "sinks": sinks}
-        out = keys.attend(query.transpose(1, 2), kept.k, kept.v, **options)
+        out = attend_together(keys)(query.transpose(1, 2), kept.k, kept.v, **options)
         assert (out.shape, out.dtype) == (query.shape, query.dtype)
         window = math.inf if window is None else window + plan.window_shift
         expected = torch.zeros(query.shape, dtype=torch.float64)
@@ -121,7 +121,7 @@ class Scene:
                     (self.k[layer][b][p], self.v[layer][b][p]) for p in range(self.lengths[b]) if position - p < window
                 ]
                 if plan.write is not None:
-                    own = block_visibility(plan)
+                    own = torch.ones(batch, rows, rows).tril() if plan.tree is None else plan.tree.ancestors
                     seen += [
                         (block_k[b, j], block_v[b, j])
                         for j in range(rows)
@@ -184,9 +184,9 @@ def test_frozen_queries_do_not_see_each_other_or_the_lookahead():
     scene = Scene([5, 8], page_size=1, window=4)
     plan = scene.table.frozen(scene.rows, position_offset=0, window_shift=2)
     assert plan.tree is None and plan.write is None
-    bias = visible_keys(plan, None).bias
-    assert bias.shape == (2, 1, 1, 8)
-    assert (bias[:, 0, 0] == 0).sum(-1).tolist() == [5, 8]
+    seen = visible_keys(plan, None).seen
+    assert seen.shape == (2, 1, 8)
+    assert seen[:, 0].sum(-1).tolist() == [5, 8]
 
 
 @PAGE_SIZES
@@ -196,7 +196,7 @@ def test_visible_keys_of_the_worked_tree(page_size: int):
     plan = scene.table.verify(scene.rows, tree_of([[-1, 0, 0, 1, 3]]))
     assert plan.positions.tolist() == [[3, 4, 4, 5, 6]]
     past = torch.arange(3, -(-3 // page_size) * page_size)  # the rest of the last page
-    seen = {window: visible_keys(plan, window).bias[0, 0] == 0 for window in (None, 3)}
+    seen = {window: visible_keys(plan, window).seen[0] for window in (None, 3)}
     assert not any(rows[:, past].any() for rows in seen.values())
     seen = {window: torch.cat([rows[:, :3], rows[:, -5:]], 1) for window, rows in seen.items()}
     draw = {window: ["".join("T" if x else "F" for x in row) for row in rows] for window, rows in seen.items()}
@@ -256,22 +256,3 @@ def test_the_swa_table_is_as_wide_as_the_window(page_size: int, evict: bool):
         assert length <= prefix_slots(plan, PRIMARY)[0].shape[1] < length + page_size
     assert widths[0] == -(-2 // page_size) * page_size
     assert max(widths) < scene.table.retain[SWA] + 2 * page_size
-
-
-def test_tables_stay_inside_rows_that_are_full():
-    """Rows of 16 slots and no lookahead: padded columns of the chunk and of the SWA table would lie past the end."""
-    layout = KVLayout((layer_of(SLIDING_LAYER, 6), layer_of(FULL_LAYER, None)))
-    table = KVRig(layout, pages=8, page_size=4, max_requests=2, max_len=16, lookahead=0)
-    for row, length in ((0, 12), (1, 15)):
-        table.ensure_slots(table.open_row(), 16)
-        table.commit(ints(row), ints(length))
-    rows = ints(0, 1)
-    plan = table.chunk(rows, ints(4, 1))
-    slots = table.slots.host
-    assert plan.write[PRIMARY].tolist() == [*slots[0, 12:].tolist(), slots[1, 15], 0, 0, 0]
-    table.commit(rows, ints(2, 0))
-    plan = table.frozen(rows, position_offset=0, window_shift=2)
-    swa, start = prefix_slots(plan, SWA)
-    assert start.tolist() == [4, 8]  # 14 - 7 and 15 - 7, in whole pages
-    assert swa.shape == (2, 12)
-    assert swa[1, :7].tolist() == table.allocator.maps.host[SWA][slots[1, 8:15]].tolist()

@@ -57,14 +57,11 @@ def opened(table: KVRig, prompt: list[float]) -> int:
 
 def test_slots_ahead_are_allocated_only_if_they_fit_next_to_the_requested_ones():
     """The window has 202 free slots of 220, which is ample room, but not for the 192 asked for and 48 more ahead."""
-    table = make(pages=300, window_pages=220, max_len=100)
-    rows = np.array([opened(table, [1.0]) for _ in range(3)])
-    table.ensure_slots(rows, np.full(3, 70), ahead=True)
-    assert table.capacity[rows].tolist() == [70, 70, 70]
-    table = make(pages=300, window_pages=220, max_len=100)
-    rows = np.array([opened(table, [1.0]) for _ in range(3)])
-    table.ensure_slots(rows, np.full(3, 40), ahead=True)
-    assert table.capacity[rows].tolist() == [56, 56, 56]
+    for wanted, got in ((70, 70), (40, 56)):
+        table = make(pages=300, window_pages=220, max_len=100)
+        rows = np.array([opened(table, [1.0]) for _ in range(3)])
+        table.ensure_slots(rows, np.full(3, wanted), ahead=True)
+        assert table.capacity[rows].tolist() == [got] * 3
 
 
 def test_rows_are_taken_in_order_and_reused():

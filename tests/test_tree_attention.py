@@ -10,7 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from attention_scene import Request, Text, bushy, dense, depths, lay_out, path_of, request, rounded
+from attention_scene import (
+    Request,
+    Text,
+    attend_plainly,
+    bushy,
+    dense,
+    depths,
+    lay_out,
+    path_of,
+    request,
+    rounded,
+    taken,
+)
 
 from specdec.attention.kernels.own_keys import ALIGN, own_keys, reference_own_keys
 from specdec.attention.kernels.page_table import PageTable
@@ -23,7 +35,6 @@ from specdec.attention.kernels.tree_attention import (
     fit_rows,
     tree_attention,
 )
-from specdec.attention.path_attention import deterministic_attention
 
 from marks import deep, deep_cases, is_deep, slow
 
@@ -39,13 +50,14 @@ pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
 def run(args: dict[str, Any], **options: Any) -> torch.Tensor:
     """Attention by the kernels."""
     moved = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
-    return tree_attention(path=path_of(moved, own_keys), **moved, **{**SMALL, **options}).cpu()
+    return tree_attention(path=path_of(moved), **moved, **{**SMALL, **options}).cpu()
 
 
 def run_plain(args: dict[str, Any]) -> torch.Tensor:
     """In plain torch, on the CPU."""
     args = dict(args)
-    return deterministic_attention(path=path_of(args, reference_own_keys), **args)
+    fields = "write", "parents", "positions", "block_len", "window", "first_key"
+    return attend_plainly(taken(PageTable, args), *(args.pop(name) for name in fields))(**args)
 
 
 def folded(args: dict[str, Any]) -> torch.Tensor:

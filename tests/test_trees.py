@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from specdec.attention.backend import TorchBackend, TritonBackend
 from specdec.attention.trees.tree import DraftTree, reference_accept, tree_fields
-from specdec.attention.trees.tree import reference_accept as accept
 from specdec.attention.trees.tree_builder import (
     Candidates,
     TreeBackend,
@@ -116,7 +115,7 @@ def test_check_finds(fault: str):
     ],
 )
 def test_accept_on_the_worked_tree(drawn: list[int], path: list[int], emitted: list[int]):
-    accepted = accept(worked(), ids([drawn]))
+    accepted = reference_accept(worked(), ids([drawn]))
     length = len(path)
     assert accepted.length.tolist() == [length]
     assert accepted.path.tolist() == [path + [0] * (5 - length)]
@@ -265,7 +264,7 @@ def test_all_levels_at_once_are_those_one_by_one(backend: TreeBackend, topk: int
         marginals = -torch.randint(0, 3, marginals.shape, generator=generator).float()
         marginals[0, 1, -1], marginals[1, 1, 0], marginals[2, 0, -1] = NAN, -INF, 0.5
     found = TreeBuilder(root, backend, levels)
-    found.add_all_levels(tokens.to(DEVICE), marginals.to(DEVICE))
+    found.add_levels(tokens[:, :, None].to(DEVICE), marginals[:, :, None].to(DEVICE))
     one_by_one, reference = TreeBuilder(root, backend, levels), TreeBuilder(root, TorchBackend(), levels)
     for builder in (one_by_one, reference):
         for level in range(levels):

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import specdec
 from specdec import errors
-from specdec.cli.app import COMMANDS, load_command
+from specdec.cli.app import program
 from specdec.doctor import diagnose
 from specdec.errors import SpecDecError
 from specdec.gpu.captures import CaptureStats
@@ -62,8 +62,7 @@ def page() -> str:
 
 def commands() -> Iterator[str]:
     """Lists of options; those that several commands have in the same words stand once, before all commands."""
-    loaded = {name: load_command(name) for name in COMMANDS}
-    lines = {name: option_lines(command) for name, command in loaded.items()}
+    lines = {name: option_lines(command) for name, command in program.commands.items()}
     takers: dict[str, list[str]] = {}
     for name, own in lines.items():
         for line in own:
@@ -76,7 +75,7 @@ def commands() -> Iterator[str]:
         if len(names) > 1:
             yield f"Taken by {', '.join(f'`{name}`' for name in names)}:\n"
             yield "\n".join(group) + "\n"
-    for name, command in loaded.items():
+    for name, command in program.commands.items():
         yield f"### specdec {name}\n\n" + " ".join(command.help.replace("\\[", "[").split()) + "\n"
         yield "\n".join(shared.get((name,), [])) + "\n"
 

@@ -11,6 +11,7 @@ prefill, `parents` None), it has one row. A path is found by walking `parents` w
 has no limit. Columns after a node's own position hold slot 0 and are not used.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,40 +62,29 @@ class PathKeys(NamedTuple):
 def reference_own_keys(
     table: PageTable, write: torch.Tensor | None, parents: torch.Tensor | None = None, max_depth: int | None = None
 ) -> OwnKeys:
-    pages, start, committed_len, page_size = table
-    batch, num_pages = pages.shape
-    device, length = pages.device, committed_len[:, None]
     num_nodes = 0 if write is None else write.shape[1]
     path_len = num_nodes if max_depth is None else min(num_nodes, max_depth + 1)
-    columns = torch.arange(ALIGN + path_len, device=device)
-    positions = length // ALIGN * ALIGN + columns  # [B, W]
-    column = positions - (0 if start is None else start[:, None])
-    held = (positions < length) & (column >= 0) & (column < num_pages * page_size)
-    column = column.clamp(0, max(num_pages * page_size - 1, 0))
-    page = pages.long().gather(1, column // page_size) if num_pages else torch.zeros_like(column)
-    slots = torch.where(held, page * page_size + column % page_size, NULL_SLOT)[:, None]  # [B, 1, W]
-    if write is None:
-        return OwnKeys(slots.int(), None)
-    depth = positions - length  # [B, W] of the ancestor in a column
+    rows, committed = 1 if parents is None else num_nodes, table.slots()
+    slots = committed.new_full((len(committed), rows, ALIGN + path_len), NULL_SLOT, dtype=torch.int32)
+    for b, (length, begin) in enumerate(zip(table.committed_len.tolist(), table.begin.tolist(), strict=True)):
+        base = length // ALIGN * ALIGN
+        first = max(base, begin)
+        slots[b, :, first - base : length - base] = committed[b, first - begin : length - begin]
+        if write is not None:
+            for row in range(rows):
+                path = list(range(num_nodes)) if parents is None else _path_of(row, parents[b].tolist())
+                slots[b, row, length - base : length - base + len(path)] = write[b, path]
     if parents is None:
-        at_depth = write.long().gather(1, depth.clamp(0, num_nodes - 1))
-        slots = torch.where(((depth >= 0) & (depth < num_nodes))[:, None], at_depth[:, None], slots)
-        return OwnKeys(slots.int(), None)
-    nodes = torch.arange(num_nodes, device=device)
-    path = [nodes.expand(batch, num_nodes)]  # path[h]: the ancestor h levels above each node, -1 above the root
-    for _ in range(path_len - 1):
-        path.append(torch.where(path[-1] >= 0, parents.long().gather(1, path[-1].clamp(min=0)), -1))
-    hops = torch.stack(path, 2)  # [B, N, path_len]
-    node_depth = (hops >= 0).sum(2, keepdim=True) - 1  # [B, N, 1]
-    hop = node_depth - depth[:, None]  # [B, N, W]
-    owned = (depth[:, None] >= 0) & (hop >= 0)
-    ancestor = hops.gather(2, torch.where(owned, hop, 0))
-    at_depth = write.long().gather(1, ancestor.flatten(1)).view_as(ancestor)
-    slots = torch.where(owned, at_depth, slots.expand(-1, num_nodes, -1))
-    breaks = parents[:, 1:] != nodes[:-1]  # [B, N - 1]: node n + 1 does not follow n
-    ends = torch.where(breaks, nodes[:-1], num_nodes - 1).flip(1).cummin(1).values.flip(1)
-    last = nodes[-1:].expand(batch, 1)
-    return OwnKeys(slots.int(), torch.cat([ends, last], 1).int())
+        return OwnKeys(slots, None)
+    run_end = torch.full_like(parents, num_nodes - 1, dtype=torch.int32)
+    for node in reversed(range(num_nodes - 1)):
+        run_end[:, node] = torch.where(parents[:, node + 1] == node, run_end[:, node + 1], node)
+    return OwnKeys(slots, run_end)
+
+
+def _path_of(node: int, parents: Sequence[int]) -> list[int]:
+    """The nodes from the root to `node`."""
+    return [*_path_of(parents[node], parents), node] if node >= 0 else []
 
 
 @triton.jit(do_not_specialize=["num_pages", "num_nodes", "path_len", "width"])

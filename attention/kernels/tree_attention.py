@@ -18,7 +18,7 @@ Keys are cut by absolute position, so the cut is the same in every launch that c
 An invisible key has weight exactly 0. So siblings, the rest of the batch, the table's width, prompt chunks and the row
 tile do not change the result. The forward's own K and V are read from the pool after it has stored them. So the same
 code loads every key, committed or not; layers that share another layer's K/V need no special case; and a fused RoPE
-kernel need only store them. The host reads nothing back. `path_attention.py` has the form for a CPU.
+kernel need only store them. The host reads nothing back. The form for a CPU is `attend_alone` in `attention/dense.py`.
 
 Padding rows and unwritten slots may hold anything. A NaN or infinity in the K or V of a real row may reach all rows of
 its row tile.

@@ -5,13 +5,12 @@ committed tokens; each layer's launches start from these states. A run of a prom
 last multiple of FOLD: block by block with the bits of decoding, or span by span.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from specdec.attention.kernels.page_table import build_page_tables
+from specdec.attention.kernels.page_table import PageTable, build_page_tables
 from specdec.attention.plan import KVPlan, Pack, PackTables
 from specdec.attention.recurrence.block_kernels import CHUNK
 from specdec.attention.recurrence.convolution_kernels import (
@@ -64,23 +63,13 @@ NUMBERS_PER_WARP = 2048
 tile."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixSlots:
-    """Slots of the tokens before a forward in one group. table [B, X]: pages, or slots if page_size is 1. begin [B]:
-    position of each first column."""
-
-    table: torch.Tensor
-    begin: torch.Tensor
-    page_size: int
-
-    @classmethod
-    def of_plan(cls, plan: KVPlan, group: GroupId) -> "PrefixSlots":
-        if isinstance(plan.prefix, PackTables):
-            lines = plan.prefix.lines[group]
-            assert lines.begin is not None, "records are in a group with a window, whose lines are by run"
-            return cls(lines.slots, lines.begin, 1)
-        table = plan.prefix.table(group)
-        return cls(table.pages, table.begin, table.page_size)
+def prefix_of(plan: KVPlan, group: GroupId) -> PageTable:
+    """The tokens before a forward in one group; for runs of a pack a table of pages of one slot."""
+    if isinstance(plan.prefix, PackTables):
+        lines = plan.prefix.lines[group]
+        assert lines.begin is not None, "records are in a group with a window, whose lines are by run"
+        return PageTable(lines.slots, lines.begin, plan.committed_len, 1)
+    return plan.prefix.table(group)
 
 
 def spans_of(pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,14 +96,14 @@ class RecurrentKernels:
         self._view = view
         self._deterministic = deterministic
         self._spans: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._slots: PrefixSlots | None = None
+        self._prefix: PageTable | None = None
 
     def convolve(
         self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """inputs [T, C], weight [C, K] -> [T, C]."""
         plan, layer_kv = self._plan, self._view.writable_layer(layer)
-        slots, state = self._begun(layer_kv), layer_kv.recurrent_state
+        prefix, state = self._begun(layer_kv), layer_kv.recurrent_state
         inputs = _by_row(inputs)
         out = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
         taps, channels = weight.shape[1] - 1, inputs.shape[1]
@@ -126,12 +115,12 @@ class RecurrentKernels:
             tree, tree_strides, num_nodes = _tree_arguments(plan)
             tree_convolution_kernel[(len(inputs), blocks)](
                 *(inputs, weight, bias_given, out, state.inputs, layer_kv.fields[0], plan.rows, plan.committed_len),
-                *(slots.table, slots.begin, write, *tree),
-                *(inputs.stride(0), slots.table.stride(0), *tree_strides, *weight.stride(), num_nodes),
+                *(prefix.pages, prefix.begin, write, *tree),
+                *(inputs.stride(0), prefix.pages.stride(0), *tree_strides, *weight.stride(), num_nodes),
                 **shape,
                 BIAS=bias is not None,
                 NODES=max(FOLD, triton.next_power_of_2(num_nodes)),
-                PAGE=slots.page_size,
+                PAGE=prefix.page_size,
                 num_warps=4,
             )
             return out
@@ -140,15 +129,15 @@ class RecurrentKernels:
         tiles = triton.cdiv(len(inputs), RUN_ROWS), triton.cdiv(channels, tile["BLOCK"])
         run_convolution_kernel[tiles](
             *(inputs, weight, bias_given, out, state.inputs, layer_kv.fields[0], pack.rows, pack.start, pack.length),
-            *(pack.run_of, pack.cu_len, slots.table, slots.begin, write, pack.positions),
-            *(inputs.stride(0), slots.table.stride(0), *weight.stride(), len(inputs)),
+            *(pack.run_of, pack.cu_len, prefix.pages, prefix.begin, write, pack.positions),
+            *(inputs.stride(0), prefix.pages.stride(0), *weight.stride(), len(inputs)),
             **{**shape, **tile},
             BIAS=bias is not None,
             num_warps=4,
         )
         run_inputs_kernel[(len(pack.rows), blocks)](
             *(inputs, state.inputs, layer_kv.fields[0], pack.rows, pack.start, pack.length, pack.cu_len),
-            *(slots.table, slots.begin, inputs.stride(0), slots.table.stride(0)),
+            *(prefix.pages, prefix.begin, inputs.stride(0), prefix.pages.stride(0)),
             **shape,
             num_warps=4,
         )
@@ -157,8 +146,8 @@ class RecurrentKernels:
     def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
         """-> [T, HV, DV] in float32."""
         plan, layer_kv = self._plan, self._view.writable_layer(layer)
-        convolved = self._slots is not None  # by a plain launch, which starts after all folds
-        slots, state = self._begun(layer_kv), layer_kv.recurrent_state
+        convolved = self._prefix is not None  # by a plain launch, which starts after all folds
+        prefix, state = self._begun(layer_kv), layer_kv.recurrent_state
         q, k, v, g = (_by_row(x) for x in rows[:4])
         beta = g if rows.beta is None else _by_row(rows.beta)
         _, pool_k, pool_u, pool_g = layer_kv.fields
@@ -174,13 +163,13 @@ class RecurrentKernels:
             "FOLD": FOLD,
         }
         sizes = {"V_DIM": v_dim, "CHUNK": CHUNK, "BLOCK_V": block, **FORM}
-        strides = [*(x.stride(0) for x in (q, k, v, g, beta)), slots.table.stride(0)]
+        strides = [*(x.stride(0) for x in (q, k, v, g, beta)), prefix.pages.stride(0)]
         make = torch.zeros if plan.pack is not None and self._deterministic else torch.empty
         out = make(v.shape, dtype=torch.float32, device=v.device)
         given = q, k, v, g, beta, out, state.matrices, pool_k, pool_u, pool_g
         if plan.pack is None:
             tree, tree_strides, num_nodes = _tree_arguments(plan)
-            requests = plan.rows, plan.committed_len, slots.table, slots.begin, write
+            requests = plan.rows, plan.committed_len, prefix.pages, prefix.begin, write
             grid = heads, tiles, len(plan.rows)
             records = triton.next_power_of_2(FOLD - 1 + num_nodes)
             if not self._deterministic and records <= MAX_RECORDS:
@@ -189,7 +178,7 @@ class RecurrentKernels:
                     *(*given, *requests, tree[1], *strides, *tree_strides[1:], num_nodes),
                     **shape,
                     V_DIM=v_dim,
-                    PAGE=slots.page_size,
+                    PAGE=prefix.page_size,
                     RECORDS=records,
                     BLOCK_K=block_k,
                     BLOCK_V=block,
@@ -204,11 +193,11 @@ class RecurrentKernels:
                 **shape,
                 **sizes,
                 NODES=max(FOLD, triton.next_power_of_2(num_nodes)),
-                PAGE=slots.page_size,
+                PAGE=prefix.page_size,
             )
             return out
         pack = plan.pack
-        runs = pack.rows, pack.start, pack.length, pack.cu_len, slots.table, slots.begin, write
+        runs = pack.rows, pack.start, pack.length, pack.cu_len, prefix.pages, prefix.begin, write
         if self._deterministic:
             run_kernel[(heads, tiles, len(pack.rows))](*given, *runs, *strides, **shape, **sizes)
             return out
@@ -241,26 +230,23 @@ class RecurrentKernels:
         )
         return out
 
-    def _begun(self, layer_kv: LayerKV) -> PrefixSlots:
-        """Slots of the tokens before this forward. The first call also folds the states of all layers."""
-        if self._slots is None:
+    def _begun(self, layer_kv: LayerKV) -> PageTable:
+        """The tokens before this forward. The first call also folds the states of all layers."""
+        if self._prefix is None:
             plan = self._plan
-            self._slots = PrefixSlots.of_plan(plan, layer_kv.group)
+            self._prefix = prefix_of(plan, layer_kv.group)
             length = None if plan.pack is None else plan.pack.length
             for layers in self._view.recurrent:
-                fold_states(layers, plan.rows, plan.committed_len, self._slots, length)
-        return self._slots
+                fold_states(layers, plan.rows, self._prefix, length)
+        return self._prefix
 
 
 def fold_states(
-    layers: RecurrentLayers,
-    rows: torch.Tensor,
-    start: torch.Tensor,
-    slots: PrefixSlots,
-    length: torch.Tensor | None = None,
+    layers: RecurrentLayers, rows: torch.Tensor, prefix: PageTable, length: torch.Tensor | None = None
 ) -> None:
-    """Fold the states of rows [B] to the last multiple of FOLD within `start` [B] certain tokens. length [B]: tokens of
-    the runs after these, which this forward folds later. A run that begins a text resets its state."""
+    """Fold the states of rows [B] to the last multiple of FOLD within their prefixes. length [B]: tokens of the runs
+    after these, which this forward folds later. A run that begins a text resets its state."""
+    start = prefix.committed_len
     since = torch.empty_like(start)
     begin_kernel[(len(rows),)](
         *(rows, start, start if length is None else length, layers.sample.folded_len, since),
@@ -271,15 +257,15 @@ def fold_states(
     shape, sample = layers.shape, layers.sample
     block = _block(shape.channels, CHANNELS)
     fold_kernel[(len(layers.table), len(rows), shape.heads + triton.cdiv(shape.channels, block))](
-        *(layers.table, rows, start, since, slots.table, slots.begin, sample.matrices, sample.inputs),
-        slots.table.stride(0),
+        *(layers.table, rows, start, since, prefix.pages, prefix.begin, sample.matrices, sample.inputs),
+        prefix.pages.stride(0),
         HEADS=shape.heads,
         KEY_HEADS=layers.key_heads,
         K_DIM=shape.k_dim,
         V_DIM=shape.v_dim,
         TAPS=shape.taps,
         CHANNELS=shape.channels,
-        PAGE=slots.page_size,
+        PAGE=prefix.page_size,
         FOLD=FOLD,
         BLOCK_V=_block(max(shape.v_dim, 1), COLUMNS),
         BLOCK_C=block,
@@ -294,9 +280,8 @@ def fold_row(table: RequestTable, store: KVStore, row: int, length: int) -> None
         return
     rows, start = upload(np.array([[row], [length]], dtype=np.int64), table.allocator.device)
     prefix = build_page_tables(table, Rows(rows, length), start, 0).table(store.recurrent[0].layers[0].group)
-    slots = PrefixSlots(prefix.pages, prefix.begin, prefix.page_size)
     store.ranks.begin()
-    for rank, sent in enumerate(store.ranks.send((rows, start, slots))):
+    for rank, sent in enumerate(store.ranks.send((rows, prefix))):
         with store.ranks.on(rank):
             for layers in store.by_rank[rank].recurrent:
                 fold_states(layers, *sent)

@@ -22,10 +22,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from specdec.attention.dense import VisibleKeys
 from specdec.attention.plan import KVPlan, PackTables
 from specdec.attention.recurrence.blocks import NewPlaces, RecordBlock, convolved, folded, run_blocks
 from specdec.gpu.mirrored_array import IntArray
-from specdec.kvcache.fp8_pool import FieldPool, read_rows
+from specdec.kvcache.fp8_pool import read_rows
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layer_context import Recurrence
 from specdec.kvcache.layout import NULL_SLOT, GroupId
@@ -55,7 +56,6 @@ class ForwardRows(NamedTuple):
 def rows_of_plan(plan: KVPlan, group: GroupId, folded_len: torch.Tensor) -> ForwardRows:
     """The rows of a plan that writes; rows without a slot are padding. folded_len: folded tokens by row of the request
     table."""
-    shape = plan.positions.shape
     write = _host(plan.write_slots(group))
     numbers = np.flatnonzero(write != NULL_SLOT)
     position, certain = _host(plan.positions).reshape(-1)[numbers], _host(plan.committed_len)
@@ -67,13 +67,10 @@ def rows_of_plan(plan: KVPlan, group: GroupId, folded_len: torch.Tensor) -> Forw
         paths = [slots[run, :end] for run, end in zip(request, ends, strict=True)]
         certain = certain + _host(pack.length)
     else:
-        assert plan.tree is not None
-        request, node = numbers // shape[1], numbers % shape[1]
-        table = plan.prefix.table(group)
-        slots, begin = _host(table.slots()), _host(table.begin)
-        committed = [line[:end] for line, end in zip(slots, certain - begin, strict=True)]
-        nodes, ancestors = write.reshape(shape), _host(plan.tree.ancestors)  # parents come before children
-        paths = [np.append(committed[b], nodes[b][ancestors[b, n]]) for b, n in zip(request, node, strict=True)]
+        request, node = np.divmod(numbers, plan.positions.shape[1])
+        begin, keys = _host(plan.prefix.table(group).begin), VisibleKeys.from_plan(plan, group, None)
+        slots, seen = _host(keys.slots), _host(keys.seen)
+        paths = [slots[b, seen[b, n]] for b, n in zip(request, node, strict=True)]  # by position
     table_row = _host(plan.rows)[request]
     begun = torch.from_numpy(np.unique(table_row[position == 0]))
     before = folded_len.index_fill(0, begun, 0).numpy()[table_row]
@@ -197,7 +194,7 @@ class RecurrentForward:
             self._newest[taps] = newest_inputs(mine, taps)
         slots, back = self._newest[taps]
         folded_inputs = state.inputs[mine.table_row[:, None], state.inputs.shape[1] - back.clamp(min=1)]
-        path = torch.where((back > 0)[:, :, None], folded_inputs, rows_at(pool, slots)[:, :, 0])  # [n, K, C]
+        path = torch.where((back > 0)[:, :, None], folded_inputs, read_rows(pool, slots)[:, :, 0])  # [n, K, C]
         if not state.matrices.shape[1]:  # the layer is only a convolution
             for wave in self._waves:
                 if len(wave.into):
@@ -218,7 +215,7 @@ class RecurrentForward:
         for wave in self._waves:
             base = state.matrices[wave.base] if before is None else before[wave.base]
             absent = ~wave.present[:, :, None, None]
-            k, u, g = (rows_at(pool, wave.slots).masked_fill(absent, 0.0) for pool in layer_kv.fields[1:])
+            k, u, g = (read_rows(pool, wave.slots).masked_fill(absent, 0.0) for pool in layer_kv.fields[1:])
             block = RecordBlock(base, k, u, g[..., 0])
             if wave.is_new.any():
                 beta = None if new.beta is None else new.beta[wave.rows]
@@ -244,7 +241,7 @@ def fold_committed(table: RequestTable, store: KVStore, row: int, length: int) -
         rows = torch.tensor([row])
         for begin in range(int(state.folded_len[row]), length, FOLD):
             slots = table.allocator.peer_slots(layer_kv.group, table.slots.host[row, begin : begin + FOLD])
-            inputs, *records = (rows_at(pool, torch.from_numpy(slots)[None]) for pool in layer_kv.fields)
+            inputs, *records = (read_rows(pool, torch.from_numpy(slots)[None]) for pool in layer_kv.fields)
             matrices = state.matrices[rows]
             if records:
                 k, u, g = records
@@ -256,12 +253,7 @@ def fold_committed(table: RequestTable, store: KVStore, row: int, length: int) -
 def last_inputs(layer_kv: LayerKV, wave: Wave, state: RecurrentState) -> torch.Tensor:
     """Inputs [Z, taps, C] of the last places of the certain blocks."""
     slots = wave.slots[wave.certain][:, FOLD - state.inputs.shape[1] :]
-    return rows_at(layer_kv.fields[0], slots)[:, :, 0]
-
-
-def rows_at(pool: FieldPool, slots: torch.Tensor) -> torch.Tensor:
-    """Rows of a pool at slots [X, Y] -> [X, Y, heads, D]."""
-    return read_rows(pool, slots.flatten()).view(*slots.shape, *pool.shape[1:])
+    return read_rows(layer_kv.fields[0], slots)[:, :, 0]
 
 
 def _spread(values: torch.Tensor, numbers: torch.Tensor, count: int) -> torch.Tensor:

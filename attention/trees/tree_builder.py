@@ -209,15 +209,10 @@ class TreeBuilder:
     def add_level(self, tokens: torch.Tensor, log_probs: torch.Tensor) -> Beam:
         """Add the children of the beam: tokens [B, M, K] distinct in K, log_probs [B, M, K]; M = 1 on level 1, then
         K."""
-        return self._add(tokens[:, None], log_probs[:, None])
+        return self.add_levels(tokens[:, None], log_probs[:, None])
 
-    def add_all_levels(self, tokens: torch.Tensor, log_probs: torch.Tensor) -> Beam:
-        """Add all levels at once; all nodes of a level have the same children: tokens and log_probs [B, L, K]."""
-        assert tokens.shape[1] == self.num_levels and self._count == 0, f"{tokens.shape=} {self._count=}"
-        return self._add(tokens[:, :, None], log_probs[:, :, None])
-
-    def _add(self, tokens: torch.Tensor, log_probs: torch.Tensor) -> Beam:
-        """Add L levels: tokens and log_probs [B, L, M, K]."""
+    def add_levels(self, tokens: torch.Tensor, log_probs: torch.Tensor) -> Beam:
+        """Add L levels: tokens and log_probs [B, L, M, K]. If L > 1, M is 1: a level's nodes have the same children."""
         topk = tokens.shape[-1]
         if self.candidates is None:
             self.candidates = Candidates.empty(self.root, num_candidates(topk, self.num_levels))

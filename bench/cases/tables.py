@@ -155,7 +155,7 @@ def expand_call(topk: int, levels: int, together: bool, seed: int) -> Call:
     def grown(backend: TreeBackend) -> tuple[torch.Tensor, ...]:
         builder = TreeBuilder(tokens[:, 0, 0].contiguous(), backend, levels)
         if together:
-            beam = builder.add_all_levels(tokens, log_probs)
+            beam = builder.add_levels(tokens[:, :, None], log_probs[:, :, None])
         else:
             for level in range(levels):
                 width = topk if level else 1

@@ -62,7 +62,7 @@ class BlockWorker(StoreWorker):
             return DraftTree.chain(torch.cat([batch.root[:, None], batch.sample(logits, drawn_pos)], dim=1))
         tokens, log_probs = batch.best(logits, drawn_pos, batch.topk)  # [B, levels, K]
         builder = DraftTreeBuilder(batch, self.binding.backend)
-        builder.tree.add_all_levels(tokens, log_probs)
+        builder.tree.add_levels(tokens[:, :, None], log_probs[:, :, None])
         return builder.select()
 
     def _run_block(self, batch: DraftBatch, start: torch.Tensor, levels: int) -> torch.Tensor:

@@ -1,2 +1,2 @@
-"""The command line: app.py names the commands, commands.py declares their options, and actions/ holds their
+"""The command line: app.py is the program, commands.py declares commands and their options, and actions/ holds their
 functions."""

@@ -1,48 +1,19 @@
-"""The command line: the names of its commands, and one line of help for each.
+"""The program as it starts and ends.
 
-commands.py declares their options; it is loaded when a command runs or prints its help. torch and the engine are loaded
-only when a command runs, so help, the version and misspelt options import nothing heavy. Exit codes: 2 for a mistake,
-with one sentence on standard error; 130 for Ctrl-C; 1 if the reader of a pipe has closed it.
+torch and the engine are loaded only when a command runs, so help, the version and misspelt options import nothing
+heavy. Exit codes: 2 for a mistake, with one sentence on standard error; 130 for Ctrl-C; 1 if the reader of a pipe has
+closed it.
 """
 
 import os
 import sys
-from functools import cache
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
+import specdec.cli.commands  # noqa: F401  # declares the commands
 from specdec import __version__
-from specdec.cli.command import MakeCommand
-from specdec.lazy import load
-
-COMMANDS = {  # lines of help
-    "generate": "Answer one prompt with speculation.",
-    "chat": "Talk with a model: history is kept, and text from accepted drafts is coloured.",
-    "bench": "Measure tokens/s with and without the drafter; refuses to print figures if any output differs.",
-    "eval": "Evaluate a pair on a data set: accuracy, acceptance and speed.",
-    "doctor": "Find out why few drafts are accepted: names the cause, and what to change.",
-    "serve": "Serve a pair over HTTP with OpenAI's API. Needs the extra specdec-runtime\\[serve].",
-    "train": "Train a drafter for a target on the target's own answers to your prompts.",
-    "recipe": "Print the command for a published model: drafter, memory on GPUs of 24 to 141 GB, time of a step.",
-    "models": "List the bundled models and the known pairs of target and drafter.",
-}
-
-
-@cache
-def load_command(name: str) -> TyperCommand:
-    """A command with its options."""
-    make: MakeCommand = load("specdec.cli.commands", "MAKE")[name]
-    return make(name, COMMANDS[name])
-
-
-class Commands(TyperGroup):
-    """The group holds each command's name and line of help, which is enough to list the commands."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        name, command, rest = super().resolve_command(ctx, args)
-        return name, load_command(name) if name in COMMANDS else command, rest
+from specdec.cli.command import app
 
 
 def _print_version(asked: bool) -> None:
@@ -51,19 +22,8 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-app = typer.Typer(
-    cls=Commands,
-    help="Speculative decoding for transformers models.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-for _name, _line in COMMANDS.items():
-    app.command(_name, help=_line)(lambda: None)
-
-
 @app.callback()
-def specdec(
+def root(
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
     ] = False,
@@ -71,11 +31,14 @@ def specdec(
     """Speculative decoding for transformers models."""
 
 
+program = typer.main.get_group(app)
+
+
 def main() -> None:
     """The program. Output is flushed when the program ends, so a closed pipe is noticed here."""
     try:
         try:
-            app()
+            program()
         finally:
             sys.stdout.flush()
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""Makes a command from a dataclass: each field is a shell option, and the command's action receives the dataclass.
+"""The program, and how a dataclass becomes one of its commands: each field is an option, the docstring is the help.
 
 Nothing heavy is imported here. Errors and interruptions in an action become one sentence and an exit code.
 """
@@ -8,34 +8,34 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
-from typing import Annotated, Any, TypeAlias, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
-from typer.core import TyperCommand
 
 from specdec.errors import SpecDecError
 
-MakeCommand: TypeAlias = Callable[[str, str], TyperCommand]
-"""Called with a command's name and its first line of help."""
+Options = TypeVar("Options", bound=type)
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
-def command(options: type[Any], action: Callable[[Any], None], help: str = "", **settings: Any) -> MakeCommand:
-    """action: receives the options. help: text after the first line. settings: typer's, such as no_args_is_help."""
+def command(
+    name: str, action: Callable[[Any], None], program: typer.Typer = app, **settings: Any
+) -> Callable[[Options], Options]:
+    """Decorates the dataclass of a command's options. action: receives them. settings: typer's."""
 
-    def run(**given: Any) -> None:
-        with shell_errors():
-            action(options(**given))
+    def add(options: Options) -> Options:
+        def run(**given: Any) -> None:
+            with shell_errors():
+                action(options(**given))
 
-    run.__signature__ = inspect.Signature([*parameters(options)])  # type: ignore[attr-defined]  # typer reads it
+        run.__signature__ = inspect.Signature([*parameters(options)])  # type: ignore[attr-defined]  # typer reads it
+        paragraphs = (inspect.getdoc(options) or "").split("\n\n")
+        text = "\n\n".join(" ".join(each.split()) for each in paragraphs).replace("[", "\\[")  # no markup of rich
+        program.command(name, help=text, **settings)(run)
+        return options
 
-    def make(name: str, line: str) -> TyperCommand:
-        single = typer.Typer(add_completion=False)
-        single.command(name, help=f"{line}\n\n{help}".rstrip(), **settings)(run)
-        made = typer.main.get_command(single)
-        assert isinstance(made, TyperCommand), made
-        return made
-
-    return make
+    return add
 
 
 @contextmanager

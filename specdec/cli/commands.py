@@ -1,4 +1,5 @@
-"""Options of the commands, one dataclass each, and the function of actions/ that runs each.
+"""The commands, one dataclass each: its fields are the options, its docstring is the help, and a function of actions/
+receives it.
 
 Nothing heavy is imported here: an action is loaded when its command runs.
 """
@@ -24,16 +25,31 @@ from specdec.settings.sampling_numbers import SamplingNumbers
 from specdec.training.train_settings import TrainSettings
 
 
+def action(module: str, name: str) -> Callable[[Any], None]:
+    """A function of actions/, loaded when its command runs."""
+    return lambda options: load(f"specdec.cli.actions.{module}", name)(options)
+
+
+@command("generate", action("answer", "answer"))
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(SamplingNumbers, PairOptions):
+    """Answer one prompt with speculation."""
+
     prompt: Annotated[str, typer.Argument(help="The user's message, or with --raw the text to continue.")]
     raw: Raw = False
     show_drafts: bool = option(False, "Colour text from accepted drafts; in a pipe: brackets.", "--show-drafts")
     json_file: JsonFile = None
 
 
+@command("chat", action("conversation", "converse"))
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(SamplingNumbers, PairOptions):
+    """Talk with a model: history is kept, and text from accepted drafts is coloured.
+
+    /reset forgets what was said, /exit or Ctrl-D leaves, Ctrl-C ends an answer. Without a terminal each line of
+    standard input is a turn.
+    """
+
     system: str | None = option(None, "System message.")
 
 
@@ -80,8 +96,14 @@ class PhaseOptions:
             raise ConfigError(f"{given} belongs to --shape or --phases; give one of these, or leave it out")
 
 
+@command("bench", action("benchmarks", "bench"))
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(PhaseOptions, PairOptions):
+    """Measure tokens/s with and without the drafter; refuses to print figures if any output differs.
+
+    With --shape or --phases: the time of each phase of a round, and the round as a multiple of its memory floor.
+    """
+
     data: str = option(
         str(HELD_OUT_PROBLEMS),
         "gsm8k, mt-bench, humaneval, spec-bench or speed-bench; or a JSONL file with 'question', 'prompt' or 'turns'; "
@@ -98,8 +120,17 @@ class BenchOptions(PhaseOptions, PairOptions):
     json_file: JsonFile = None
 
 
+@command("eval", action("benchmarks", "evaluate_task"), no_args_is_help=True)
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(SamplingNumbers, PairOptions):
+    """Evaluate a pair on a data set: accuracy, acceptance and speed.
+
+    gsm8k: accuracy, strict (`#### n`) and by the last number. mt-bench, humaneval, spec-bench, speed-bench: speed and
+    acceptance only, by category; answers are not judged and programs are not executed.
+
+    Several GPUs or machines: accelerate launch -m specdec.cli eval gsm8k ...
+    """
+
     task: Annotated[
         Literal["gsm8k", "mt-bench", "humaneval", "spec-bench", "speed-bench"],
         typer.Argument(help="What to evaluate on."),
@@ -125,8 +156,17 @@ class EvalOptions(SamplingNumbers, PairOptions):
     png_file: Path | None = option(None, "Also plot the report.", "--png", metavar="FILE", callback=output_file)
 
 
+@command("doctor", action("examine_pair", "examine_pair"))
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(PairOptions):
+    """Find out why few drafts are accepted: names the cause, and what to change.
+
+    Reads the pair, measures how far drafts are accepted, tries the known causes one by one, and names those that cost
+    acceptance, with what to change.
+
+    Exit status: 0 if nothing is wrong, 1 if a cause is named.
+    """
+
     prompts: Path | None = option(
         None, "JSONL with 'question', 'prompt' or 'turns'; default: 8 word problems.", metavar="FILE"
     )
@@ -139,9 +179,10 @@ class DoctorOptions(PairOptions):
     json_file: JsonFile = None
 
 
+@command("serve", action("run_server", "run_server"), context_settings={"auto_envvar_prefix": PREFIX})
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(HttpOptions, PairOptions):
-    """Fields with the name of an `EngineConfig` field are passed to it."""
+    """Serve a pair over HTTP with OpenAI's API. Needs the extra specdec-runtime[serve]."""
 
     config: Path | None = option(
         None, "YAML or TOML file with any of these options.", is_eager=True, callback=read_config, metavar="FILE"
@@ -171,9 +212,50 @@ class ServeOptions(HttpOptions, PairOptions):
     )
 
 
+def train(settings: TrainSettings) -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    load("specdec.cli.actions.settings", "quiet_libraries")()
+    try:
+        load("specdec.training.train_drafter", "train_drafter")(settings)
+    except KeyboardInterrupt:
+        kept = settings.out / "training"
+        raise Interrupted(f"what is done is kept in {kept}, the same command goes on") from None
+
+
+@command("train", train, no_args_is_help=True)
+class TrainOptions(TrainSettings):
+    """Train a drafter for a target on the target's own answers to your prompts.
+
+    The same command resumes a stopped training. Several GPUs: accelerate launch -m specdec.cli train ...
+    """
+
+
+@command("recipe", action("list_pairs", "show_recipe"))
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions:
+    """Print the command for a published model: drafter, memory on GPUs of 24 to 141 GB, time of a step.
+
+    Nothing is downloaded.
+    """
+
+    model: Annotated[str | None, typer.Argument(help="Published target or its short name; default: all of them.")] = (
+        None
+    )
+    json_file: JsonFile = None
+
+
+def show_models(options: "ListOptions") -> None:
+    options.require_used()
+    (action("memory_pages", "show_memory") if options.memory else action("list_pairs", "list_pairs"))(options)
+
+
+@command("models", show_models)
 @dataclass(frozen=True, kw_only=True)
 class ListOptions(PairOptions):
-    """All fields except `json_file` need --memory."""
+    """List the bundled models and the known pairs of target and drafter.
+
+    With --memory: the memory of a pair, whose weights are not needed.
+    """
 
     memory: bool = option(False, "K/V by cache group and weights of the pair, from its config.json alone.", "--memory")
     batch_size: int = option(8, "Requests at a time.", min=1)
@@ -185,71 +267,3 @@ class ListOptions(PairOptions):
         """Raises ConfigError if an option needs --memory and it is missing."""
         if not self.memory and self != ListOptions(json_file=self.json_file):
             raise ConfigError("specdec models takes --json alone, or --memory with a pair and its sizes; add --memory")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecipeOptions:
-    model: Annotated[str | None, typer.Argument(help="Published target or its short name; default: all of them.")] = (
-        None
-    )
-    json_file: JsonFile = None
-
-
-def action(module: str, name: str) -> Callable[[Any], None]:
-    """A function of actions/, loaded when its command runs."""
-    return lambda options: load(f"specdec.cli.actions.{module}", name)(options)
-
-
-def show_models(options: ListOptions) -> None:
-    options.require_used()
-    (action("memory_pages", "show_memory") if options.memory else action("list_pairs", "list_pairs"))(options)
-
-
-def train(settings: TrainSettings) -> None:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    load("specdec.cli.actions.settings", "quiet_libraries")()
-    try:
-        load("specdec.training.train_drafter", "train_drafter")(settings)
-    except KeyboardInterrupt:
-        kept = settings.out / "training"
-        raise Interrupted(f"what is done is kept in {kept}, the same command goes on") from None
-
-
-MAKE = {
-    "generate": command(GenerateOptions, action("answer", "answer")),
-    "chat": command(
-        ChatOptions,
-        action("conversation", "converse"),
-        "/reset forgets what was said, /exit or Ctrl-D leaves, Ctrl-C ends an answer. Without a terminal each line of "
-        "standard input is a turn.",
-    ),
-    "bench": command(
-        BenchOptions,
-        action("benchmarks", "bench"),
-        "With --shape or --phases: the time of each phase of a round, and the round as a multiple of its memory floor.",
-    ),
-    "eval": command(
-        EvalOptions,
-        action("benchmarks", "evaluate_task"),
-        "gsm8k: accuracy, strict (`#### n`) and by the last number. mt-bench, humaneval, spec-bench, speed-bench: "
-        "speed and acceptance only, by category; answers are not judged and programs are not executed.\n\n"
-        "Several GPUs or machines: accelerate launch -m specdec.cli eval gsm8k ...",
-        no_args_is_help=True,
-    ),
-    "doctor": command(
-        DoctorOptions,
-        action("examine_pair", "examine_pair"),
-        "Reads the pair, measures how far drafts are accepted, tries the known causes one by one, and names those that "
-        "cost acceptance, with what to change.\n\nExit status: 0 if nothing is wrong, 1 if a cause is named.",
-    ),
-    "serve": command(ServeOptions, action("run_server", "run_server"), context_settings={"auto_envvar_prefix": PREFIX}),
-    "train": command(
-        TrainSettings,
-        train,
-        "The same command resumes a stopped training. Several GPUs: accelerate launch -m specdec.cli train ...",
-        no_args_is_help=True,
-    ),
-    "recipe": command(RecipeOptions, action("list_pairs", "show_recipe"), "Nothing is downloaded."),
-    "models": command(ListOptions, show_models, "With --memory: the memory of a pair, whose weights are not needed."),
-}
-"""Makers of the commands, by name."""

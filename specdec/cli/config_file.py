@@ -21,30 +21,35 @@ from specdec.errors import ConfigError, shown
 PREFIX = "SPECDEC_SERVE"
 SERVICE_LINKS = ("_SERVICE_HOST", "_SERVICE_PORT", "_PORT", "_ADDR", "_PROTO")
 """Kubernetes sets these for a service called specdec-serve; they are not options."""
+EXPECTED = ((bool, "true or false"), (int, "an integer"), (float, "a number"))
+"""Types of options that an entry must have in the file too; all others are texts."""
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
     """Make the file's entries this command's defaults. Called before other options are read."""
     with shell_errors():
-        known = {each.name: each for each in context.command.params}
-        _require_known_variables(known)
+        declared = inspect.signature(context.command.callback).parameters  # type: ignore[arg-type]
+        kinds = {name: _kinds(each.annotation) for name, each in declared.items()}
+        _require_known_variables({*kinds, "help"})
         if path is not None:
-            declared = inspect.signature(context.command.callback).parameters  # type: ignore[arg-type]
-            context.default_map = {**(context.default_map or {}), **_entries(path, known, declared)}
+            context.default_map = {**(context.default_map or {}), **_entries(path, kinds)}
     return path
 
 
-def _entries(path: Path, known: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
-    options = {name: each for name, each in known.items() if name not in ("config", "help")}
+def _entries(path: Path, kinds: Mapping[str, set[Any]]) -> dict[str, Any]:
+    """Values by option, as texts that the shell could give; ranges and missing files are checked later, like the
+    shell's. kinds: the types that each option may have."""
     found: dict[str, Any] = {}
     for entry, value in _table(path).items():
         name = entry.replace("-", "_")
-        if name not in options:
+        if name not in kinds or name == "config":
             raise ConfigError(f"{str(path)!r}: {entry!r} is no option of specdec serve; see specdec serve --help")
         if name in found:
             raise ConfigError(f"{str(path)!r}: {entry!r} is there twice; leave one out")
-        kinds = _kinds(declared[name].annotation)
-        found[name] = _value(f"{str(path)!r}: {entry}={shown(value)}", options[name], kinds, value)
+        repeated = list[str] in kinds[name]
+        place = f"{str(path)!r}: {entry}={shown(value)}"
+        values = [_text(place, kinds[name], each) for each in (value if repeated and type(value) is list else [value])]
+        found[name] = values if repeated else values[0]
     return found
 
 
@@ -66,24 +71,9 @@ def _table(path: Path) -> Mapping[str, Any]:
     return table
 
 
-def _value(place: str, option: Any, kinds: set[Any], value: Any) -> Any:
-    """The value as text, as the shell would give it; ranges and missing files are checked later, like the shell's."""
-    if option.multiple and isinstance(value, list):
-        return [_one(place, kinds, each) for each in value]
-    one = _one(place, {bool} if option.is_flag else kinds - {bool}, value)
-    return [one] if option.multiple else one
-
-
-def _one(place: str, kinds: set[Any], value: Any) -> Any:
-    if bool in kinds:
-        fits, expected = isinstance(value, bool), "true or false"
-    elif int in kinds:
-        fits, expected = isinstance(value, int) and not isinstance(value, bool), "an integer"
-    elif float in kinds:
-        fits, expected = isinstance(value, int | float) and not isinstance(value, bool), "a number"
-    else:
-        fits, expected = isinstance(value, str), "a text"
-    if not fits:
+def _text(place: str, kinds: set[Any], value: Any) -> str | bool:
+    kind, expected = next((each for each in EXPECTED if each[0] in kinds), (str, "a text"))
+    if type(value) is not kind and not (kind is float and type(value) is int):
         raise ConfigError(f"{place}: {expected} is expected")
     return value if isinstance(value, bool) else str(value)
 
@@ -96,7 +86,7 @@ def _kinds(annotation: Any) -> set[Any]:
     return {annotation}.union(*map(_kinds, parts)) if parts else {annotation}
 
 
-def _require_known_variables(known: Mapping[str, Any]) -> None:
+def _require_known_variables(known: set[str]) -> None:
     expected = {f"{PREFIX}_{name.upper()}" for name in known}
     for name in sorted(os.environ):
         linked = "_PORT_" in name or ("_SERVICE_" in name and name.endswith(SERVICE_LINKS))

@@ -32,7 +32,6 @@ def read_text_file(path: Path, what: str) -> str:
         raise ConfigError(f"{what} {str(path)!r} cannot be read: {reason}") from None
 
 
-LogLevel = Literal["debug", "info", "warning", "error"]
 Raw = Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")]
 JsonFile = Annotated[
     Path | None,
@@ -88,7 +87,7 @@ class PairOptions:
         "Share of the memory left by the weights that K/V pools may take; default: 0.8 on a GPU, 0.25 on the CPU.",
     )
     prefix_cache: bool = loading_option(True, "Share K/V of common prefixes.", "--prefix-cache/--no-prefix-cache")
-    log_level: LogLevel | None = loading_option(
+    log_level: Literal["debug", "info", "warning", "error"] | None = loading_option(
         None, "Lowest level of messages on standard error; default: warning, for serve info."
     )
 

@@ -49,24 +49,27 @@ def require_distinct(paths: Sequence[Path | None]) -> None:
 
 
 def write_report(
-    report: Any, json_file: Path | None, *others: tuple[Path | None, Callable[[], str | bytes]], indent: int | None = 2
-) -> bool:
-    """Write the plain values of a report as JSON, and each other form, to the named files. Returns whether standard
-    output is free for a table."""
+    report: Any,
+    table: str | None,
+    json_file: Path | None,
+    *others: tuple[Path | None, Callable[[], str | bytes]],
+    indent: int | None = 2,
+) -> None:
+    """Write the plain values of a report as JSON, and each other form, to the named files. Print the table if standard
+    output is none of these."""
     if json_file is not None:
         write_file(json_file, json.dumps(report, indent=indent))
     for path, content in others:
         if path is not None:
             write_file(path, content())
-    return STDOUT not in (json_file, *(path for path, _ in others))
+    if table is not None and STDOUT not in (json_file, *(path for path, _ in others)):
+        print(table)
 
 
 def write_file(path: Path, content: str | bytes) -> None:
     """The whole content of a file; text is written in UTF-8, with a line feed at its end."""
     data = f"{content}\n".encode() if isinstance(content, str) else content
-    if path == STDOUT and isinstance(content, str):
-        print(content)
-    elif path == STDOUT:
+    if path == STDOUT:
         sys.stdout.buffer.write(data)
     else:
         with naming_file(path):

@@ -93,7 +93,7 @@ def rounded_weights(drafter: Drafter, subject: CheckedPair) -> Symptom | None:
     if form is None:
         return None
     return Symptom(
-        what=f"the drafter's weights lie on the grid of {form}: they were rounded to that before they were stored",
+        what=f"the drafter's weights are numbers of {form} times a scale: they were rounded before they were stored",
         do="load the drafter's original checkpoint in 16 bits; a drafter is small, and a rounded one is accepted less",
     )
 

@@ -104,10 +104,8 @@ class Checkpoint:
         """Contents of its config.json. Raises CheckpointError if they cannot belong to any model, see
         `read_config_json`."""
         file = self.config_file
-        try:
+        with about(f"the config.json of {self.name!r} cannot be used"):
             return read_config_json(file)
-        except CheckpointError as error:
-            raise CheckpointError(f"the config.json of {self.name!r} cannot be used: {error}") from error
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:

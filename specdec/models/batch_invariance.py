@@ -12,7 +12,7 @@ cuts keys by position. Torch's own operations are not. Within `VectorwiseMode` t
 
 All other operations between attentions (sums over a row, elementwise arithmetic) were found to give a row the same bits
 in any place and number. `probe.py` checks every deterministic model. Attention treats each row alone
-(`attention/path_attention.py`).
+(`attend_alone` in `attention/dense.py`).
 """
 
 from collections.abc import Callable

@@ -8,7 +8,7 @@ unchanged, as in transformers' assisted generation.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,13 +40,13 @@ class Placeholders:
                 raise ConfigError(f"{what} token id {token}, {self.unread[token]}; specdec serves text alone")
 
 
-@dataclass(frozen=True, slots=True)
-class ReadTokens:
-    """How a forward read its tokens [1, T]. ids: the embedded ids. given: the tensors that reached the decoder."""
+class ReadTokens(NamedTuple):
+    """How a forward read its tokens [1, T]. ids: those that it embedded, and `embedded` the result; None: it embedded
+    none. given: the tensors that reached the decoder."""
 
     ids: torch.Tensor | None
-    given: Mapping[str, torch.Tensor]
     embedded: torch.Tensor | None
+    given: Mapping[str, torch.Tensor]
 
     def is_plain(self, tokens: torch.Tensor) -> bool:
         """Does the decoder get the embeddings of these ids, or look them up itself?"""
@@ -86,14 +86,14 @@ def find_placeholders(
         with refusing(who, "its forward does not run without what that stands for"):
             return _read(own, inner, text(token))
 
-    first = int(ordinary)
-    replaced: dict[int, int] = {}
-    unread: dict[int, str] = {}
     try:
-        if not read(first).is_plain(text(first)):
-            return Placeholders()  # it embeds in its own way, which cannot be determined here
+        found = read(int(ordinary))
     except UnsupportedModelError:
         return Placeholders()
+    if not found.is_plain(text(int(ordinary))):
+        return Placeholders()  # it embeds in its own way, which cannot be determined here
+    replaced: dict[int, int] = {}
+    unread: dict[int, str] = {}
     for token, name in names.items():
         try:
             found = read(token)
@@ -115,15 +115,15 @@ def find_placeholders(
 
 
 def named_ids(config: Any) -> dict[int, str]:
-    """Ids, and their names, of the parts of a config besides its text part; none if it has no other part."""
-    parts = list(_parts(config))
-    text = config.get_text_config()
-    if len(parts) == 1:
-        return {}
-    others = [part for part in parts if part is not text or text is config]
-    named = {token: name for part in reversed(others) for token, name in _ids(part).items()}
-    known = {} if text is config else _ids(text)
-    return {token: name for token, name in named.items() if 0 <= token < text.vocab_size and token not in known}
+    """Token ids that the parts of a config name, and their names; none if it has no part besides the text's."""
+    parts, size = list(_parts(config)), config.get_text_config().vocab_size
+    named = {
+        value: key
+        for part in reversed(parts)
+        for key, value in vars(part).items()
+        if "token" in key and type(value) is int and 0 <= value < size
+    }
+    return named if len(parts) > 1 else {}
 
 
 def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
@@ -131,10 +131,6 @@ def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     for value in vars(config).values():
         if isinstance(value, PreTrainedConfig):
             yield from _parts(value)
-
-
-def _ids(config: PreTrainedConfig) -> dict[int, str]:
-    return {value: key for key, value in vars(config).items() if "token" in key and type(value) is int}
 
 
 def _read(model: Any, decoder: Any, tokens: torch.Tensor) -> ReadTokens:
@@ -154,7 +150,7 @@ def _read(model: Any, decoder: Any, tokens: torch.Tensor) -> ReadTokens:
         model(input_ids=tokens, use_cache=False)
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
     ids, embedded = looked_up[0] if looked_up else (tensors.get("input_ids"), None)
-    return ReadTokens(ids, tensors, embedded)
+    return ReadTokens(ids, embedded, tensors)
 
 
 def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -1,20 +1,23 @@
 """The forward context of the probe: dense causal attention within short texts, with every call of a layer recorded.
 
-It knows no pools and no plans. A layer whose calls the paged cache could not serve is a fault, by its number.
+It knows no pools and no plans. A layer whose calls the paged cache could not serve is a fault, by its number. Recurrent
+layers run text by text (`convolved_text`, `recurred_text`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Unpack
 
 import torch
+from torch.nn.functional import pad
 
 from specdec.attention.bridge import IGNORED_KWARGS
-from specdec.attention.dense import bias_of, dense_attention
+from specdec.attention.dense import VisibleKeys, attend_alone, attend_together
+from specdec.attention.recurrence.blocks import NewPlaces, RecordBlock, convolved, folded, run_blocks
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.layer_context import AttentionCall, LayerContext, OwnRows, Recurrence, ScoreOptions
 from specdec.kvcache.layout import KVLayout
-from specdec.models.recurrent_probe import TextPaths
+from specdec.kvcache.recurrent_state import FOLD
 
 
 @dataclass(slots=True)
@@ -79,34 +82,35 @@ class ProbeContext(LayerContext):
         self.rows[layer] = q, k, v
         keys, values = (torch.cat([context.rows[spec.owner][kind] for context in self._seen()]) for kind in (1, 2))
         text, positions = self._places()
-        distance = self.positions[:, None] - positions
-        visible = (self.text[:, None] == text) & (distance >= 0)  # [T, L]
+        order = positions.argsort()
+        distance = self.positions[:, None] - positions[order]
+        visible = (self.text[:, None] == text[order]) & (distance >= 0)  # [T, L]
         if spec.window is not None:
             visible &= distance < spec.window
-        if not self.by_row:
-            return _attended(q, keys, values, visible, options)
-        order = positions.argsort()
-        outs = []
-        for row, mask in zip(q.split(1), visible, strict=True):
-            cells = order[mask[order]]
-            outs.append(_attended(row.clone(), keys[cells], values[cells], None, options))
-        return torch.cat(outs)
+        attend = (attend_alone if self.by_row else attend_together)(VisibleKeys(order[None], visible[None]))
+        return attend(q.float().transpose(0, 1)[None], keys.float(), values.float(), **options)[0].to(q.dtype)
 
     def convolve(
         self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """See `RecurrentContext`."""
         self.convolutions[layer] = inputs
-        return self._paths().convolved([context.convolutions[layer] for context in self._seen()], weight, bias)
+        seen = torch.cat([context.convolutions[layer] for context in self._seen()])
+        return self._by_text(lambda rows: convolved_text(seen[rows], weight, bias))
 
     def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
-        """See `RecurrentContext`."""
         self.rows[layer] = rows.q, rows.k, rows.v
         self.recurrences[layer] = rows.map(torch.Tensor.float)
-        return self._paths().recurred([context.recurrences[layer] for context in self._seen()])
+        parts = zip(*(context.recurrences[layer] for context in self._seen()), strict=True)
+        seen = Recurrence(*(None if part[0] is None else torch.cat(part) for part in parts))  # type: ignore[arg-type]
+        return self._by_text(lambda rows: recurred_text(seen.map(lambda x: x[rows])))
 
-    def _paths(self) -> TextPaths:
-        return TextPaths.of(self.text, self.positions, *self._places())
+    def _by_text(self, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """compute: indices of all rows seen of one text, in order -> a result for each. Returns these rows' results."""
+        text, positions = self._places()
+        order = positions.argsort()
+        rows = [order[text[order] == one] for one in self.text.unique()]
+        out = torch.cat([compute(each) for each in rows])
+        return out[torch.cat(rows).argsort()][-len(self.text) :]
 
     def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Text and position of all rows that these rows see, [L] each."""
@@ -153,10 +157,28 @@ class ProbeContext(LayerContext):
             raise UnsupportedModelError(f"{name}: {faults[0]}{more}")
 
 
-def _attended(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor | None, options: ScoreOptions
-) -> torch.Tensor:
-    """q [T, Hq, D], keys and values [L, Hkv, D], visible [T, L] (None: every key) -> [T, Hq, D]."""
-    query, keys, values = (x.float().transpose(0, 1)[None] for x in (q, keys, values))  # [1, heads, T or L, D]
-    bias = None if visible is None else bias_of(visible[None])
-    return dense_attention(query, keys, values, bias, **options)[0].to(q.dtype)
+def convolved_text(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`RecurrentContext.convolve` for the rows of one whole text."""
+    taps = weight.shape[1]
+    path = pad(inputs, (0, 0, taps - 1, 0)).unfold(0, taps, 1).transpose(1, 2)  # [T, K, C]
+    return convolved(path, weight, bias)
+
+
+def recurred_text(rows: Recurrence) -> torch.Tensor:
+    """`RecurrentContext.recur` for the rows of one whole text. Its blocks run one by one, since a GPU's library chooses
+    products by the number of blocks."""
+    length, heads, v_dim = rows.v.shape
+    state = rows.v.new_zeros((1, heads, rows.k.shape[2], v_dim), dtype=torch.float32)
+    places = torch.arange(FOLD, device=rows.v.device)[None]
+    outs = []
+    for begin in range(0, length, FOLD):
+        count = min(FOLD, length - begin)
+        part = rows.map(lambda x: x.new_zeros((1, FOLD, *x.shape[1:]), dtype=torch.float32))
+        for whole, own in zip(rows, part, strict=True):
+            if whole is not None and own is not None:
+                own[0, :count] = whole[begin : begin + count]
+        block = RecordBlock(state, part.k, torch.zeros_like(part.v), part.g)
+        out, u = run_blocks(block, NewPlaces(places < count, part.q, part.v, part.beta))
+        state = folded(block._replace(u=u))
+        outs.append(out[0, :count])
+    return torch.cat(outs)

@@ -1,8 +1,5 @@
 """Detects that the weights of a model or drafter changed: every change that makes noted addresses or results stale.
 
-    StorageWatch   parameters and buffers: other tensors, other places in memory, updates in place
-    Weights        all that an engine reads of one model: its storages, and the user's modules (`module_watch.py`)
-
 `Weights.generation` takes a lock, and the garbage collector may run a finalizer while this thread holds one. If that
 finalizer released an abandoned request of another engine, it would take a second weights lock and could deadlock. So a
 finalizer only queues the request while `weights_lock_held`; the engine releases it later.
@@ -12,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -28,27 +26,23 @@ logger = logging.getLogger("specdec")
 _VERSION = attrgetter("_version")
 
 
-class _Held(threading.local):
-    depth = 0
-
-
-_HELD = _Held()
+_HELD = ContextVar("does this thread hold a weights lock", default=False)
 
 
 @contextmanager
 def holding(lock: threading.Lock) -> Iterator[None]:
     """Take a weights lock."""
-    _HELD.depth += 1
+    before = _HELD.set(True)
     try:
         with lock:
             yield
     finally:
-        _HELD.depth -= 1
+        _HELD.reset(before)
 
 
 def weights_lock_held() -> bool:
     """Does this thread hold a weights lock?"""
-    return _HELD.depth > 0
+    return _HELD.get()
 
 
 class StorageWatch:

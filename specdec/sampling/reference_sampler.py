@@ -16,7 +16,6 @@ every tree node. CPUs run this module; it is also the oracle of the kernels (`Ke
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -38,14 +37,13 @@ class NodePaths(Protocol):
     def ancestors(self) -> torch.Tensor: ...
 
 
-@dataclass(frozen=True)
-class EditInputs:
+class EditInputs(NamedTuple):
     """Inputs of the edits of logits [B, N, V].
 
-    length: [B] tokens of `history`. read_history: copies it; called at the first read. tree: the drafts after the
-    history; None: N = 1, the token after each history. prompt_len [B]: where each output begins. allowed [B, N, V / 32]
-    int32: bits of the tokens that a grammar allows after each node. seen [B, V / 32] int32: bits of the history's
-    tokens; None: not kept.
+    read_history: copies the tokens so far [B, L], the root included; the first `length` [B] are valid. tree: the drafts
+    after the history; None: N = 1, the token after each history. prompt_len [B]: where each output begins. allowed
+    [B, N, V / 32] int32: bits of the tokens that a grammar allows after each node. seen [B, V / 32] int32: bits of the
+    history's tokens; None: not kept.
     """
 
     length: torch.Tensor
@@ -54,11 +52,6 @@ class EditInputs:
     prompt_len: torch.Tensor | None = None
     allowed: torch.Tensor | None = None
     seen: torch.Tensor | None = None
-
-    @cached_property
-    def history(self) -> torch.Tensor:
-        """The tokens so far [B, L], the root included; the first `length` [B] are valid."""
-        return self.read_history()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +216,11 @@ def masked(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
 def output_counts(inputs: EditInputs, vocab_size: int) -> torch.Tensor:
     """Counts of each token in the output before each node's continuation: [B, N, V] float32, along its own path."""
     assert inputs.prompt_len is not None
-    columns = torch.arange(inputs.history.shape[1], device=inputs.history.device)
+    history = inputs.read_history()
+    columns = torch.arange(history.shape[1], device=history.device)
     counted = (columns >= inputs.prompt_len[:, None]) & (columns < inputs.length[:, None])  # [B, L]
-    empty = torch.zeros((len(inputs.history), vocab_size), dtype=torch.float32, device=inputs.history.device)
-    counts = empty.scatter_add(1, torch.where(counted, inputs.history, 0), counted.float())[:, None]
+    empty = torch.zeros((len(history), vocab_size), dtype=torch.float32, device=history.device)
+    counts = empty.scatter_add(1, torch.where(counted, history, 0), counted.float())[:, None]
     if inputs.tree is None:
         return counts
     num_nodes = inputs.tree.tokens.shape[1]
@@ -241,7 +235,7 @@ def past_tokens(inputs: EditInputs, vocab_size: int) -> torch.Tensor:
     if inputs.seen is not None:
         seen = unpack_bits(inputs.seen, vocab_size)
     else:
-        history = inputs.history
+        history = inputs.read_history()
         valid = torch.arange(history.shape[1], device=history.device) < inputs.length[:, None]
         column = torch.where(valid, history, history[:, :1])  # repeat the first token instead of padding
         empty = torch.zeros((len(history), vocab_size), dtype=torch.bool, device=history.device)

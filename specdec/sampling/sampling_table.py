@@ -114,8 +114,7 @@ class SamplingTable:
             [(seed, *(getattr(p, name) for name in INT_COLUMNS[1:])) for p, seed in requests], dtype=np.int64
         )
         real = np.array([[getattr(p, name) for name in FLOAT_COLUMNS] for p, _ in requests], dtype=np.float64)
-        columns = np.arange(self.cells.host.shape[1])
-        self.cells[rows[:, None], columns] = np.concatenate([whole, real.view(np.int64)], axis=1)
+        self.cells[rows] = np.concatenate([whole, real.view(np.int64)], axis=1)
 
     def features_of(self, params: Sequence[SamplingParams]) -> SamplerFeatures:
         """`SamplerFeatures.from_params`, cached while the batch is the same, since it looks at every parameter."""

@@ -33,7 +33,6 @@ class Admission:
 
     @property
     def num_open(self) -> int:
-        """Places that are taken."""
         return self._places_of.total()
 
     def take_places(self, count: int, client: str = "") -> None:
@@ -77,8 +76,6 @@ class Admission:
 
 
 class TextBound:
-    """The bound of one engine."""
-
     def __init__(self, tokenizer: Any, max_model_len: int) -> None:
         self._max_model_len = max_model_len
         vocabulary: Mapping[str, int] = getattr(tokenizer, "get_vocab", dict)()

@@ -62,7 +62,6 @@ async def page() -> HTMLResponse:
 
 
 def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
-    """An OpenAI-compatible application."""
     app = FastAPI(
         title="specdec",
         version=__version__,

@@ -38,8 +38,6 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 INTAKE_THREADS = 4
 """Number of threads that read prompts, and of threads that compile grammars."""
 INTAKE_SECONDS = 30.0
-CLOSING_SECONDS = 0.02
-"""Seconds between two looks whether all requests have ended."""
 
 
 class AsyncEngine:
@@ -255,7 +253,7 @@ class AsyncEngine:
             return
         end = None if timeout is None else time.monotonic() + timeout
         while self.samples and (end is None or time.monotonic() < end):
-            await asyncio.sleep(CLOSING_SECONDS)
+            await asyncio.sleep(0.02)
         await asyncio.to_thread(self._finalizer)
         if self._owns_engine:
             self.engine.close()

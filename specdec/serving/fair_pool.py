@@ -9,7 +9,7 @@ given up    jobs whose client has left or whose time is over: their future is ca
 
 import asyncio
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import ContextVar
@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 from specdec.errors import ConfigError, QueueFullError, StoppingError
 
 T = TypeVar("T")
+Begun = tuple[str, Future[Any], Callable[[], Any]]
+"""A job that has begun: its client, its result and its function."""
 CLIENT: ContextVar[str] = ContextVar("specdec_client", default="")
 """The client whose request this task serves: the name of an API key, or an address."""
 
@@ -50,11 +52,10 @@ class FairPool:
         assert threads > 0
         self._threads = threads
         self._name = name
-        self._queues: OrderedDict[str, deque[Future[Any]]] = OrderedDict()  # none is empty; the next client's is first
-        self._functions: dict[Future[Any], Callable[[], Any]] = {}  # released as their jobs begin or are cancelled
+        self._queues: OrderedDict[str, dict[Future[Any], Callable[[], Any]]] = OrderedDict()  # the next client's first
         self._running: Counter[str] = Counter()  # running jobs of each client
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Queue a job. It fails with StoppingError if the pool is closed."""
@@ -63,59 +64,53 @@ class FairPool:
             if self._closed:
                 job.set_exception(StoppingError("this engine is closed; make a new one"))
                 return job
-            self._queues.setdefault(client, deque()).append(job)
-            self._functions[job] = function
+            self._queues.setdefault(client, {})[job] = function
             begun = self._begin_next()
-        job.add_done_callback(lambda _: self._drop(client, job))
-        if begun is not None:
-            threading.Thread(target=self._work, args=begun, name=self._name, daemon=True).start()
+        job.add_done_callback(lambda _: self._unqueue(client, job))  # if it is cancelled
+        if begun:
+            threading.Thread(target=self._work, args=(begun,), name=self._name, daemon=True).start()
         return job
 
     def shutdown(self) -> None:
         """Accept no more jobs and drop those that have not begun. Waits for none."""
         with self._lock:
             self._closed = True
-            left = list(self._functions)
+            left = [job for jobs in self._queues.values() for job in jobs]
         for job in left:
             job.cancel()
 
-    def _begin_next(self) -> tuple[str, Future[Any]] | None:
-        """Begin the next job that may begin now. Returns its client and the job. Requires the lock."""
+    def _begin_next(self) -> list[Begun]:
+        """Begin the next job that may begin now. Requires the lock."""
         most = max(1, self._threads - 1)
         while self._running.total() < self._threads:
             client = next((name for name in self._queues if self._running[name] < most), None)
             if client is None:
                 break
-            job = self._queues[client][0]
+            job, function = next(iter(self._queues[client].items()))
             self._queues.move_to_end(client)
             self._unqueue(client, job)
             if job.set_running_or_notify_cancel():
                 self._running[client] += 1
-                return client, job
-            del self._functions[job]  # cancelled, and about to be dropped
-        return None
+                return [(client, job, function)]
+        return []
 
     def _unqueue(self, client: str, job: Future[Any]) -> None:
-        self._queues[client].remove(job)
-        if not self._queues[client]:
-            del self._queues[client]
-
-    def _drop(self, client: str, job: Future[Any]) -> None:
-        """Called when a job ends: one that is still queued was cancelled."""
+        """Remove the job if it is queued, with all that its function holds."""
         with self._lock:
-            if self._functions.pop(job, None) is not None:
-                self._unqueue(client, job)
+            jobs = self._queues.get(client, {})
+            jobs.pop(job, None)
+            if not jobs:
+                self._queues.pop(client, None)
 
-    def _work(self, client: str, job: Future[Any]) -> None:
-        begun: tuple[str, Future[Any]] | None = (client, job)
-        while begun is not None:
-            client, job = begun
-            function = self._functions.pop(job)
+    def _work(self, begun: list[Begun]) -> None:
+        """Run jobs while any may begin. They leave the list, which the thread keeps: it must not keep their data."""
+        while begun:
+            client, job, function = begun.pop()
             try:
                 job.set_result(function())
             except BaseException as error:
                 job.set_exception(error)
-            del function  # an error keeps this frame, which must not keep the function's data
+            del function  # an error keeps this frame
             with self._lock:
                 self._running -= Counter((client,))
-                begun = self._begin_next()
+                begun += self._begin_next()

@@ -17,7 +17,6 @@ from typing import Any, Literal
 from specdec.serving.metrics import MetricsCollector, Snapshot
 from specdec.serving.state import ServeState
 
-LogFormat = Literal["text", "json"]
 MAX_QUEUED_BYTES = 4 << 20
 """Most bytes of queued lines; further lines are dropped."""
 CLOSE_SECONDS = 1.0
@@ -103,7 +102,7 @@ class NonBlockingHandler(logging.Handler):
                 return
 
 
-def set_up(kind: LogFormat, level: int) -> None:
+def set_up(kind: Literal["text", "json"], level: int) -> None:
     """Let the root logger write to standard error through such a handler, unless the program has set others."""
     handler = NonBlockingHandler(2)
     handler.setFormatter(JsonFormatter() if kind == "json" else logging.Formatter(TEXT))

@@ -4,7 +4,7 @@ Counters are summed at each scrape over ended and running requests, so they neve
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
@@ -26,11 +26,8 @@ router = APIRouter()
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
 WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
-DEVICE_GAUGES = (
-    ("specdec:device_kv_bytes", "Bytes of the K/V pools on a device.", "kv_bytes"),
-    ("specdec:device_free_bytes", "Bytes of a device that are free.", "free_bytes"),
-    ("specdec:device_total_bytes", "Bytes of a device in all.", "total_bytes"),
-)
+Samples = list[tuple[dict[str, str], float]]
+"""Labels and value of each."""
 REASONS = ("stop", "length", "abort", "error")
 
 
@@ -101,7 +98,6 @@ class MetricsCollector:
         return as_text(self.registry)
 
     async def snapshot(self) -> Snapshot:
-        """Take a snapshot between two steps."""
         stats = await self._engine.stats()
         stats.waiting = max(stats.waiting, len(self._engine.samples) - stats.running)  # some wait in the inbox
         with self._lock:
@@ -112,28 +108,14 @@ class MetricsCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Metrics of the engine's state, collected at each scrape; other metrics are counted by event."""
-        engine, label = self._snapshot.engine, {"model_name": self._model_name}
-        for kind, name, text, value in figures(self._snapshot):
-            if value is not None:
-                yield _metric(kind, name, text, [(label, value)])
-        for name, text, attribute in DEVICE_GAUGES:
-            ranks = [label | {"device": use.device, "rank": str(rank)} for rank, use in enumerate(engine.devices)]
-            values = (getattr(use, attribute) for use in engine.devices)
-            yield _metric("gauge", name, text, zip(ranks, values, strict=True))
-        requests = self._snapshot.requests
-        for name, text, by_depth in (
-            ("vllm:spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by position.", requests.accepted_counts),
-            ("specdec:draft_tokens_per_pos", "Drafts made, by position.", requests.drafted_counts),
-        ):
-            by_position = [(label | {"position": str(position)}, count) for position, count in enumerate(by_depth)]
-            yield _metric("counter", name, text, by_position)
-        drafts = [label | {"draft": str(shape)} for shape in engine.drafts.shapes]
-        for name, text, counts in (
-            ("specdec:draft_rounds", "Rounds that had this draft, by choice.", engine.drafts.rounds),
-            ("specdec:draft_rounds_tried", "Those of them that were trials.", engine.drafts.tried),
-        ):
-            if drafts:  # empty if drafts are fixed
-                yield _metric("counter", name, text, zip(drafts, counts, strict=True))
+        for kind, name, text, values in figures(self._snapshot):
+            if values is None:
+                continue
+            made = Metric(name, text, kind)
+            for labels, value in values if isinstance(values, list) else [({}, values)]:
+                labels = {"model_name": self._model_name} | labels
+                made.add_sample(f"{name}_total" if kind == "counter" else name, labels, value)
+            yield made
 
     def _add_to_sum(self, total: RequestStats, sample: StreamedSample) -> None:
         stats = sample.handle.stats.copy()
@@ -141,13 +123,25 @@ class MetricsCollector:
         total.add(stats)
 
 
-def figures(snapshot: Snapshot) -> list[tuple[str, str, str, float | None]]:
-    """(kind, name, meaning, value) of metrics with a single value; None: no value on this device."""
+def figures(snapshot: Snapshot) -> list[tuple[str, str, str, float | Samples | None]]:
+    """(kind, name, meaning, value) of each metric; None: no value on this device."""
     engine, requests = snapshot.engine, snapshot.requests
     use, pool = engine.captures, engine.full_slots
     used = pool.held / pool.capacity if pool.capacity else 0.0
-    accepted = sum(requests.accepted_counts)
-    draft = "vllm:spec_decode_num"
+    accepted, drafted = requests.accepted_counts, requests.drafted_counts
+    draft, length = "vllm:spec_decode_num", requests.acceptance_length
+
+    def by_device(attribute: str) -> Samples:
+        uses = enumerate(engine.devices)
+        return [({"device": use.device, "rank": str(rank)}, getattr(use, attribute)) for rank, use in uses]
+
+    def by_position(counts: Sequence[int]) -> Samples:
+        return [({"position": str(position)}, count) for position, count in enumerate(counts)]
+
+    def by_draft(counts: Sequence[int]) -> Samples | None:  # None if drafts are fixed
+        shapes = zip(engine.drafts.shapes, counts, strict=True)
+        return [({"draft": str(shape)}, count) for shape, count in shapes] or None
+
     return [
         ("gauge", "vllm:num_requests_running", "Requests that have a row.", engine.running),
         ("gauge", "vllm:num_requests_waiting", "Requests that wait for one.", engine.waiting),
@@ -159,13 +153,8 @@ def figures(snapshot: Snapshot) -> list[tuple[str, str, str, float | None]]:
         ("counter", "vllm:num_preemptions", "Requests that lost their row.", requests.preemptions),
         ("counter", f"{draft}_drafts", "Rounds of a request with drafts.", requests.drafted_rounds),
         ("counter", f"{draft}_draft_tokens", "How deep those drafts were, summed.", requests.draft_tokens),
-        ("counter", f"{draft}_accepted_tokens", "Drafts that were accepted.", accepted),
-        (
-            "gauge",
-            "specdec:acceptance_length",
-            "Tokens of a request's round with drafts, the bonus included.",
-            requests.acceptance_length,
-        ),
+        ("counter", f"{draft}_accepted_tokens", "Drafts that were accepted.", sum(accepted)),
+        ("gauge", "specdec:acceptance_length", "Tokens of a request's round with drafts, the bonus included.", length),
         ("gauge", "specdec:round_milliseconds", "A round on the device, on average.", engine.batch_milliseconds),
         ("gauge", "specdec:captures", "Rounds and prompt forwards that can be replayed now.", use.captured),
         ("gauge", "specdec:capture_bytes", "Bytes of the device that captures hold.", use.bytes),
@@ -175,15 +164,14 @@ def figures(snapshot: Snapshot) -> list[tuple[str, str, str, float | None]]:
         ("counter", "specdec:captures_refused", "Captures that failed.", use.refused),
         ("counter", "specdec:uncaptured_rounds", "Rounds launched kernel by kernel.", use.uncaptured_rounds),
         ("counter", "specdec:uncaptured_prompts", "Prompt forwards launched kernel by kernel.", use.uncaptured_prompts),
+        ("gauge", "specdec:device_kv_bytes", "Bytes of the K/V pools on a device.", by_device("kv_bytes")),
+        ("gauge", "specdec:device_free_bytes", "Bytes of a device that are free.", by_device("free_bytes")),
+        ("gauge", "specdec:device_total_bytes", "Bytes of a device in all.", by_device("total_bytes")),
+        ("counter", f"{draft}_accepted_tokens_per_pos", "Drafts accepted, by position.", by_position(accepted)),
+        ("counter", "specdec:draft_tokens_per_pos", "Drafts made, by position.", by_position(drafted)),
+        ("counter", "specdec:draft_rounds", "Rounds that had this draft, by choice.", by_draft(engine.drafts.rounds)),
+        ("counter", "specdec:draft_rounds_tried", "Those of them that were trials.", by_draft(engine.drafts.tried)),
     ]
-
-
-def _metric(kind: str, name: str, text: str, samples: Iterable[tuple[Mapping[str, str], float]]) -> Metric:
-    """samples: labels and value of each."""
-    made = Metric(name, text, kind)
-    for labels, value in samples:
-        made.add_sample(f"{name}_total" if kind == "counter" else name, dict(labels), value)
-    return made
 
 
 @router.get("/metrics", response_class=PlainTextResponse, responses=refusals(500))

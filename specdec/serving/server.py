@@ -4,7 +4,7 @@ SIGTERM, SIGINT and SIGHUP: no new connections; streams continue for `stop_secon
 second SIGTERM or SIGINT ends the server at once. The process never outlives its deadline, even if a thread hangs.
 
     main thread         waits and forwards signals
-    specdec-http        uvicorn's event loop (so uvicorn handles no signals), which checks the engine once a second
+    specdec-http        uvicorn's event loop (so uvicorn handles no signals), which checks the engine ten times a second
 """
 
 import asyncio
@@ -76,7 +76,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address(bound: socket.socket, scheme: str = "http") -> str:
-    """The URL of a bound socket."""
     host, port = bound.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
@@ -146,13 +145,10 @@ async def _serve(
     if server.started:
         bound.listen(QUEUED)
         ready()
-    ticks = 0
     while not (server.should_exit or serving.done()):
-        if ticks % 10 == 0:
-            watch.look()
+        watch.look()
         if watch.died is not None:
             server.handle_exit(signal.SIGTERM, None)
-        ticks += 1
         await asyncio.sleep(TICK_SECONDS)
     deadline.start()
     reporting.cancel()

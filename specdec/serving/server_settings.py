@@ -12,10 +12,6 @@ from specdec.text.content_tokens import require_handling
 
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Sampling parameters for which a model's generation config may state a default."""
-DRAFT_FIGURES = ("none", "vllm", "all")
-"""Draft figures in answers: none, vLLM's, or llama.cpp's timings too."""
-HANDLING = ("refuse", "warn", "ignore")
-"""Ways to handle an unknown field of a body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +47,8 @@ class ServeSettings(HttpOptions):
                 f"root_path={shown(self.root_path)}: it begins with a slash and ends with none, such as /llm"
             )
         reasoning_format(self.reasoning_parser)
-        require_one_of("unknown_fields", self.unknown_fields, HANDLING)
-        require_one_of("draft_figures", self.draft_figures, DRAFT_FIGURES)
+        require_one_of("unknown_fields", self.unknown_fields, ("refuse", "warn", "ignore"))
+        require_one_of("draft_figures", self.draft_figures, ("none", "vllm", "all"))
         require_handling(self.special_tokens_in_content)
 
 

@@ -70,7 +70,6 @@ def require_number(name: str, value: object, low: float, high: float = math.inf,
 
 
 def require(name: str, value: object, fits: bool, expected: str) -> None:
-    """Raise ConfigError unless the value fits."""
     if not fits:
         raise ConfigError(f"{name}={shown(value)}: {expected}")
 

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from specdec.cli.actions.settings import engine_config, load_engine, prepare_output, request_params
+from specdec.cli.actions.settings import load_engine, prepare_output, request_params
 from specdec.cli.commands import GenerateOptions
 from specdec.cli.output_files import STDOUT, write_report
 from specdec.config import SamplingParams
@@ -29,14 +29,15 @@ def answer(options: GenerateOptions) -> None:
         raise ConfigError(f"the prompt is {shown(prompt)}, with nothing to continue; give some text")
     prepare_output(options)
     params = request_params(options)
-    with load_engine(options, engine_config(options, batch_size=1)) as engine:
+    with load_engine(options, batch_size=1) as engine:
         ids = engine.encode(prompt) if options.raw else engine.chat_prompt(prompt)
         if options.show_drafts or json_file == STDOUT:
             with working("generating"):
                 [out] = engine.generate([ids], params)
         else:
             out = print_stream(engine, ids, params)
-        if not write_report({"prompt": prompt, **as_record(out)}, json_file, indent=None):
+        write_report({"prompt": prompt, **as_record(out)}, None, json_file, indent=None)
+        if json_file == STDOUT:
             return
         legend = None
         if options.show_drafts:

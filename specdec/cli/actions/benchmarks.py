@@ -3,7 +3,6 @@
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from specdec.evaluation.bench_run import markdown_table, run_bench
 from specdec.evaluation.data_sets import DATA_SETS, choose, load_data
 from specdec.measurement.model_shapes import ON_REQUEST, find_shape
 from specdec.measurement.phase_report import drawn_phases, phase_table, require_matplotlib
-from specdec.measurement.phase_run import PLAIN, BenchSubject, MakePrompts, Plan, run_phases
+from specdec.measurement.phase_run import PLAIN, BenchSubject, Plan, run_phases
 from specdec.measurement.random_weights import random_subject
 from specdec.text.prompt_files import Problem, read_prompts
 
@@ -49,11 +48,11 @@ def bench_rounds(options: BenchOptions) -> None:
         profiled=options.profile,
         command=shlex.join(["specdec", *sys.argv[1:]]),
     )
-    with shown_when_interrupted(lambda report: print(phase_table(report))):
+    with shown_when_interrupted(phase_table):
         subject = pair_subject(options) if options.shape is None else shape_subject(options.shape, options)
         report = run_phases(subject, plan)
-    if write_report(report.as_json(), options.json_file, (options.plot_file, partial(drawn_phases, report))):
-        print(phase_table(report))
+    plot = options.plot_file, partial(drawn_phases, report)
+    write_report(report.as_json(), phase_table(report), options.json_file, plot)
 
 
 def require_outputs(*files: Path | None) -> None:
@@ -87,8 +86,7 @@ def pair_subject(options: BenchOptions) -> BenchSubject:
     if options.layers is not None or options.shrink != 1 or options.weights is not None:
         raise ConfigError("--layers, --shrink and --weights are for --shape; a target is measured as it is")
     _, problems = bench_prompts(options)
-    whole = replace(engine_config(options, batch_size=1), tensor_parallel=1)  # engines split it later
-    engine = load_engine(options, whole)
+    engine = load_engine(options, batch_size=1, tensor_parallel=1)  # engines split it later
     drafter, spec = drafter_name(options), engine.spec
     ids = [engine.chat_prompt(problem.text) for problem in problems]
     engine.close()
@@ -100,27 +98,22 @@ def pair_subject(options: BenchOptions) -> BenchSubject:
         target=engine.target,
         drafter=None if engine.drafter is None else model_of(engine.drafter),  # drafts are fixed, so the model's
         drafts=choose_drafts(shapes, options.drafts),
-        prompts=joined_prompts(ids),
+        prompts=partial(joined_prompts, ids),
         assumed=() if supposed is None else numbers("suppose_acceptance", supposed),
         tensor_parallel=options.tensor_parallel,
     )
 
 
-def joined_prompts(ids: Sequence[list[int]]) -> MakePrompts:
+def joined_prompts(ids: Sequence[list[int]], batch: int, context: int) -> list[list[int]]:
     """Request i ends with prompt i. Earlier prompts fill the context before it, the first one cut."""
-
-    def prompts(batch: int, context: int) -> list[list[int]]:
-        made = []
-        for last in range(batch):
-            tokens: list[int] = []
-            number = last
-            while len(tokens) < context:
-                tokens = [*ids[number % len(ids)], *tokens]
-                number -= 1
-            made.append(tokens[-context:])
-        return made
-
-    return prompts
+    made = []
+    for request in range(batch):
+        number, tokens = request, list[int]()
+        while len(tokens) < context:
+            tokens = [*ids[number % len(ids)], *tokens]
+            number -= 1
+        made.append(tokens[-context:])
+    return made
 
 
 def choose_drafts(known: Mapping[str, SpecConfig | None], named: str | None) -> dict[str, SpecConfig | None]:
@@ -173,20 +166,18 @@ def bench_pair(options: BenchOptions) -> None:
     source, prompts = bench_prompts(options)
     params = SamplingParams(options.max_new_tokens, options.temperature, seed=options.seed)
     names = options.target, drafter_name(options)
-    engine = load_engine(options, replace(engine_config(options, options.batch_size), prefix_cache=False))
-    with engine, shown_when_interrupted(lambda report: print(markdown_table(report))):
+    engine = load_engine(options, options.batch_size, prefix_cache=False)
+    with engine, shown_when_interrupted(markdown_table):
         report = run_bench(engine, *names, prompts, params, raw=options.raw, peer=options.peer, data=source)
-    if write_report(report, options.json_file, indent=None):
-        print(markdown_table(report))
+    write_report(report, markdown_table(report), options.json_file, indent=None)
 
 
 def evaluate_task(options: EvalOptions) -> None:
     prepare_output(options)
     require_outputs(options.json_file, options.markdown_file, options.png_file)
     usual = 8 if options.task == "gsm8k" else 1  # other tasks measure speed, usually one prompt at a time
-    config = engine_config(options, options.batch_size or usual)
     # an interruption prints a table only: the files keep the report of the last whole evaluation
-    with shown_when_interrupted(lambda report: print(markdown(report))):
+    with shown_when_interrupted(markdown):
         report = evaluate(
             options.task,
             data=options.data,
@@ -196,10 +187,9 @@ def evaluate_task(options: EvalOptions) -> None:
             compare=options.compare,
             params=request_params(options),
             folder=options.transcripts,
-            **pair_arguments(options, config),
+            **pair_arguments(options, options.batch_size or usual),
         )
     if not PartialState().is_main_process:
         return
     files = (options.markdown_file, partial(markdown, report)), (options.png_file, partial(drawn, report))
-    if write_report(report, options.json_file, *files) and options.markdown_file is None:
-        print(markdown(report))
+    write_report(report, None if options.markdown_file else markdown(report), options.json_file, *files)

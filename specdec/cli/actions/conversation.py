@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec.cli.actions.answer import LEGEND, in_colour
-from specdec.cli.actions.settings import engine_config, load_engine, prepare_output, request_params
+from specdec.cli.actions.settings import load_engine, prepare_output, request_params
 from specdec.cli.commands import ChatOptions
 from specdec.config import SamplingParams
 from specdec.engine import Engine
@@ -42,20 +42,16 @@ A paste of several lines is one turn, sent with Enter."""
 def converse(options: ChatOptions) -> None:
     prepare_output(options)
     params = request_params(options)
-    with load_engine(options, engine_config(options, batch_size=1)) as engine:
+    with load_engine(options, batch_size=1) as engine:
         Session(engine, Conversation(engine, options.system), params).run(f"{options.target}: {COMMANDS}")
 
 
 class Interrupts:
-    """Ctrl-C raises KeyboardInterrupt at most once in each block of `interruptible`. Further ones are ignored, so that
-    they cannot interrupt the handling of the first.
+    """At a terminal, Ctrl-C raises KeyboardInterrupt at most once in each block of `interruptible`. Further ones are
+    ignored, so that they cannot interrupt the handling of the first, and so are those outside of these blocks: the user
+    cannot see whether the program is between a question and its answer."""
 
-    between: Ctrl-C outside of these blocks ends the program. At a terminal it is ignored there, since the user cannot
-    see whether the program is between a question and its answer.
-    """
-
-    def __init__(self, between: bool) -> None:
-        self._between = self._armed = between
+    _armed = False
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -64,17 +60,9 @@ class Interrupts:
         try:
             yield
         finally:
-            self._armed = self._between
+            self._armed = False
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        before = signal.signal(signal.SIGINT, self._on_signal)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def _on_signal(self, *_: object) -> None:
+    def on_signal(self, *_: object) -> None:
         if self._armed:
             self._armed = False
             raise KeyboardInterrupt
@@ -139,11 +127,15 @@ class Session:
         self.notes = Console(stderr=True, highlight=False, soft_wrap=True, style="dim")
 
     def run(self, greeting: str) -> None:
-        if sys.stdin.isatty():
-            self.notes.print(Text(greeting))
-        interrupts = Interrupts(between=not sys.stdin.isatty())
-        with interrupts.installed():
+        interrupts = Interrupts()
+        if not sys.stdin.isatty():  # Ctrl-C ends the program
+            return self._run(interrupts)
+        self.notes.print(Text(greeting))
+        before = signal.signal(signal.SIGINT, interrupts.on_signal)
+        try:
             self._run(interrupts)
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def _run(self, interrupts: Interrupts) -> None:
         for line in self._lines(interrupts):

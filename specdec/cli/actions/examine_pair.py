@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from specdec.cli.actions.settings import drafter_name, engine_config, load_engine, prepare_output
+from specdec.cli.actions.settings import drafter_name, load_engine, prepare_output
 from specdec.cli.commands import DoctorOptions
 from specdec.cli.output_files import write_report
 from specdec.doctor import Diagnosis, diagnose
@@ -23,7 +23,7 @@ def examine_pair(options: DoctorOptions) -> None:
         raise ConfigError("the doctor looks at a drafter; give --drafter a hub id, a folder or a bundled name")
     prepare_output(options)
     questions = [problem.text for problem in read_prompts(options.prompts or HELD_OUT_PROBLEMS, options.limit)]
-    with load_engine(options, engine_config(options, batch_size=1)) as engine:
+    with load_engine(options, batch_size=1) as engine:
         drafter = None if engine.drafter is None else model_of(engine.drafter)
         folder = drafter.source if isinstance(drafter, NativeMtpDrafter) else None
         if options.write_conventions and folder is None:
@@ -31,8 +31,7 @@ def examine_pair(options: DoctorOptions) -> None:
         found = diagnose(engine, questions, chat=not options.raw, max_new_tokens=options.max_new_tokens)
     if options.write_conventions and folder is not None and found.conventions is not None:
         write_conventions(Path(folder), MtpFamily(**found.conventions))
-    if write_report(found.as_json(), options.json_file):
-        print("\n".join(report_lines(found)))
+    write_report(found.as_json(), "\n".join(report_lines(found)), options.json_file)
     if not found.healthy:
         raise typer.Exit(1)
 

@@ -16,10 +16,9 @@ def list_pairs(options: ListOptions) -> None:
         for title, listed in PAIRS_BY_TITLE.items()
     }
     sizes = {name: {"bytes": size_of(name), "folder": str(BUNDLED_DIR / name)} for name in BUNDLED_NAMES}
-    if write_report({"bundled": sizes, "pairs": pairs}, options.json_file):
-        rows = [("bundled", "size"), *((name, f"{size_of(name) / 1e6:.1f} MB") for name in BUNDLED_NAMES)]
-        tables = [text_table(rows), *(f"{title}:\n{pair_table(listed)}" for title, listed in PAIRS_BY_TITLE.items())]
-        print("\n\n".join(tables))
+    rows = [("bundled", "size"), *((name, f"{size_of(name) / 1e6:.1f} MB") for name in BUNDLED_NAMES)]
+    tables = [text_table(rows), *(f"{title}:\n{pair_table(listed)}" for title, listed in PAIRS_BY_TITLE.items())]
+    write_report({"bundled": sizes, "pairs": pairs}, "\n\n".join(tables), options.json_file)
 
 
 def size_of(name: str) -> int:
@@ -30,12 +29,10 @@ def size_of(name: str) -> int:
 def show_recipe(options: RecipeOptions) -> None:
     if options.model is not None:
         found = recipes()[find_recipe(options.model).name]
-        if write_report(asdict(found), options.json_file):
-            print("\n".join(recipe_lines(found)))
-        return
-    table = recipes().values()
-    if write_report([*map(asdict, table)], options.json_file):
-        print(text_table([HEADS, *map(row, table)]))
+        write_report(asdict(found), "\n".join(recipe_lines(found)), options.json_file)
+    else:
+        table = recipes().values()
+        write_report([*map(asdict, table)], text_table([HEADS, *map(row, table)]), options.json_file)
 
 
 def recipe_lines(found: Recipe) -> Iterator[str]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from specdec.cli.actions.list_pairs import size, weights_line
-from specdec.cli.actions.settings import engine_config, pair_arguments, prepare_output
+from specdec.cli.actions.settings import pair_arguments, prepare_output
 from specdec.cli.commands import ListOptions
 from specdec.cli.output_files import write_report
 from specdec.measurement.memory_plan import memory_plan
@@ -13,11 +13,10 @@ from specdec.models.published import text_table
 
 def show_memory(options: ListOptions) -> None:
     prepare_output(options)
-    config = engine_config(options, options.batch_size)
-    arguments = pair_arguments(options, config)
+    arguments = pair_arguments(options, options.batch_size)
     plan = memory_plan(**arguments)
-    if write_report({"target": arguments["target"], "drafter": arguments["drafter"], **plan}, options.json_file):
-        print("\n".join(memory_lines(plan)))
+    report = {"target": arguments["target"], "drafter": arguments["drafter"], **plan}
+    write_report(report, "\n".join(memory_lines(plan)), options.json_file)
 
 
 def memory_lines(plan: dict[str, Any]) -> Iterator[str]:

@@ -29,7 +29,7 @@ except ImportError as error:
         f"specdec serve needs {error.name}, which is not installed; pip install 'specdec-runtime[serve]'"
     ) from error
 
-from specdec.cli.actions.settings import engine_config, load_engine, quiet_libraries, shared_fields
+from specdec.cli.actions.settings import load_engine, quiet_libraries, shared_fields
 from specdec.cli.commands import ServeOptions
 from specdec.cli.options import read_text_file
 from specdec.serving.async_engine import AsyncEngine
@@ -81,10 +81,9 @@ def serve_settings(options: ServeOptions) -> ServeSettings:
 
 def load_served(options: ServeOptions, settings: ServeSettings) -> tuple[AsyncEngine, ServeSettings]:
     """The engine to serve, and the settings with its model's sampling defaults. The caller closes the engine."""
-    config = engine_config(options, options.batch_size)
     file = options.chat_template
     template = None if file is None else read_text_file(file, "the file of --chat-template")
-    engine = load_engine(options, config)
+    engine = load_engine(options, options.batch_size)
     if engine.tokenizer is None:
         raise ConfigError(f"{options.target!r} has no tokenizer, but a server reads and writes text; name one")
     if template is not None:

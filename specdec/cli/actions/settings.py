@@ -20,9 +20,6 @@ from specdec.models.published import nearest_recipe
 from specdec.progress import Interrupted, working
 from specdec.settings.sampling_numbers import SamplingNumbers
 
-CALLED_LIKE = 0.5
-"""Minimum similarity of two names for one to be suggested for the other."""
-
 
 def quiet_libraries() -> None:
     """Switch off warnings and bars of transformers. A download, which may take long, shows a bar on a terminal."""
@@ -42,13 +39,13 @@ def prepare_output(pair: PairOptions) -> None:
 
 
 @contextmanager
-def shown_when_interrupted(show: Callable[[Any], None]) -> Iterator[None]:
-    """After Ctrl-C in the block, show the report of what was finished."""
+def shown_when_interrupted(table: Callable[[Any], str]) -> Iterator[None]:
+    """After Ctrl-C in the block, print the report of what was finished."""
     try:
         yield
     except Interrupted as stop:
         if stop.report is not None:
-            show(stop.report)
+            print(table(stop.report))
         raise
 
 
@@ -63,28 +60,28 @@ def request_params(options: SamplingNumbers) -> SamplingParams:
     return SamplingParams(**shared_fields(options, SamplingNumbers))
 
 
-def engine_config(options: PairOptions, batch_size: int) -> EngineConfig:
-    """Settings of an engine, from the options that have the name of one."""
-    return EngineConfig(max_batch_size=batch_size, **shared_fields(options, EngineConfig))
+def engine_config(options: PairOptions, batch_size: int, **changes: Any) -> EngineConfig:
+    """Settings of an engine, from the options that have the name of one. changes: settings in place of these."""
+    return EngineConfig(max_batch_size=batch_size, **shared_fields(options, EngineConfig) | changes)
 
 
-def pair_arguments(pair: PairOptions, config: EngineConfig) -> dict[str, Any]:
-    """Arguments of `Engine.from_pretrained`."""
+def pair_arguments(pair: PairOptions, batch_size: int, **changes: Any) -> dict[str, Any]:
+    """Arguments of `Engine.from_pretrained`: see `engine_config`."""
     others = pair.draft_topk, pair.num_draft_tokens, pair.adaptive
     spec = OpenDepth(4, *others) if pair.num_steps is None else SpecConfig(pair.num_steps, *others)
     drafter_options = {} if pair.drafter_revision is None else {"revision": pair.drafter_revision}
     names = {"target": pair.target, "drafter": drafter_name(pair), "drafter_options": drafter_options}
-    return {**names, "spec": spec, "config": config, **pair.loading()}
+    return {**names, "spec": spec, "config": engine_config(pair, batch_size, **changes), **pair.loading()}
 
 
-def load_engine(pair: PairOptions, config: EngineConfig) -> Engine:
+def load_engine(pair: PairOptions, batch_size: int, **changes: Any) -> Engine:
     """An engine of the pair. If a model of the hub is refused, the error also names the recipe of a similar model."""
     try:
         with working(f"loading {pair.target}"):
-            return Engine.from_pretrained(**pair_arguments(pair, config))
+            return Engine.from_pretrained(**pair_arguments(pair, batch_size, **changes))
     except (CapacityError, UnsupportedModelError) as error:
         on_hub = "/" in pair.target and not Path(pair.target).exists()
-        near = nearest_recipe(pair.target, CALLED_LIKE) if on_hub else None
+        near = nearest_recipe(pair.target, cutoff=0.5) if on_hub else None
         if near is None:
             raise
         raise type(error)(f"{error}; what runs is `specdec recipe {near.name}`, of {near.target}") from error

@@ -33,15 +33,23 @@ from specdec.layers.packed.packed_tile import (
     load_tile,
     multiply_tile,
     scale_sum,
+    tile_columns,
     weight_constants,
     weight_pointers,
     weight_rows,
 )
-from specdec.layers.packed.packed_weight import PackedWeight, Weight
+from specdec.layers.packed.packed_weight import BITS, PackedWeight, Weight
 from specdec.layers.packed.unpack_asm import is_fast
 
 HELD_ROWS = 512
 """Up to this many rows of x a program holds its tile of a low weight."""
+
+HELD_RANGE = 512
+"""Columns of a range of a packed weight that a program holds for up to MAX_SMALL_ROWS rows of x: 2.6 us instead of 4.6
+for [3072, 2560] in int4 on an H200."""
+
+HELD_PROGRAMS = {4: 396, 8: 264}
+"""Most programs, by bits, that hold such a range: those that run at once. Others would load only after these end."""
 
 MIN_TILE_HEIGHT = 32
 """Minimum weight rows per program: fewer would reread x too often."""
@@ -332,12 +340,17 @@ def tiles_for_some_rows(num_rows: int, n: int, splits: int, wave: int, *, gated:
 
 
 def can_hold(weight: Weight, split_k: SplitK, num_rows: int, dtype: torch.dtype) -> bool:
-    """Is a range of the weight one tile of a program, for `num_rows` rows of x? Of packed weights only FP8 ones, at the
-    numbers of rows that were timed, and if they are unpacked fast: otherwise a tile takes too many registers."""
-    if isinstance(weight, PackedWeight):
-        some = MAX_SMALL_ROWS < num_rows <= MAX_MEDIUM_ROWS and (INTERPRETED or is_fast(weight, dtype))
-        return some and weight.has_row_scales and _can_hold(len(weight), split_k, num_rows, dtype)
-    return _can_hold(len(weight), split_k, num_rows, dtype)
+    """Is a range of the weight one tile of a program, for `num_rows` rows of x? A packed one only if it is unpacked
+    fast: otherwise a tile takes too many registers."""
+    if not isinstance(weight, PackedWeight):
+        return _can_hold(len(weight), split_k, num_rows, dtype)
+    if not (INTERPRETED or is_fast(weight, dtype)) or tile_columns(weight):
+        return False
+    if num_rows > MAX_SMALL_ROWS:  # timed for FP8 alone
+        some = num_rows <= MAX_MEDIUM_ROWS and weight.has_row_scales
+        return some and _can_hold(len(weight), split_k, num_rows, dtype)
+    programs = triton.cdiv(len(weight), 64) * split_k.splits
+    return split_k.splits > 1 and split_k.split_len == HELD_RANGE and programs <= HELD_PROGRAMS[BITS[weight.code]]
 
 
 def _can_hold(n: int, split_k: SplitK, num_rows: int, dtype: torch.dtype) -> bool:

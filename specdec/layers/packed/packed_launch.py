@@ -19,7 +19,7 @@ import torch
 from specdec.gpu.triton_shim import INTERPRETED, device_limits, triton
 from specdec.layers.gemm.gemm_medium import is_described
 from specdec.layers.gemm.gemm_small import TWO_TILES, can_hold
-from specdec.layers.gemm.product import MAX_SMALL_ROWS, SPLIT_HEIGHT, SplitK, Tiles
+from specdec.layers.gemm.product import MAX_SMALL_ROWS, PACKED_WAVE, SPLIT_HEIGHT, SplitK, Tiles
 from specdec.layers.packed.packed_tile import scale_step, tile_columns
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, Weight
 from specdec.layers.packed.unpack_asm import is_fast
@@ -124,27 +124,34 @@ columns, not 256."""
 REGISTERS = 128
 """Register limit per thread of `gemm_small`, set if it lets one more program run on a multiprocessor."""
 
+WAVE_OF_FOUR = 528
+"""Programs that an H200 runs at once if each multiprocessor runs four; without a register limit it runs three."""
+
 
 def choose_packed_tiles(num_rows: int, weight: PackedWeight, split_k: SplitK, dtype: torch.dtype) -> Tiles:
     """Full tiles of `gemm_small`: unpacking absent rows of a tile costs as much as real ones."""
     fixed = tile_columns(weight)
     if dtype == torch.float32:
         return Tiles(64, 16 if num_rows <= 16 else 64, fixed or 64, 4, 3, 64)
+    block_m = min(MAX_SMALL_ROWS, max(16, triton.next_power_of_2(num_rows)))
     if can_hold(weight, split_k, num_rows, dtype):
-        return Tiles(64, MAX_SMALL_ROWS, split_k.split_len, 4, 1, 64)
+        return Tiles(64, block_m, split_k.split_len, 4, 1, 64)
     if num_rows > 64:
         return Tiles(128, 64 if num_rows <= TWO_TILES else 128, fixed or 64, 8, 3, 128)
     stages = 4 if split_k.split_len > DEEP_RANGE else 3
     if num_rows > MAX_SMALL_ROWS:
         return Tiles(64, 64, fixed or 128, 4, stages, 64)
-    block_m, is_high = max(16, triton.next_power_of_2(num_rows)), len(weight) >= SPLIT_HEIGHT
+    in_parts, is_low = split_k.splits > 1, block_m == 16
     if BITS[weight.code] == 8:
-        block_k = fixed or (256 if is_high and split_k.splits == 1 else 128)
-        return Tiles(64, block_m, block_k, 4, stages, 64, registers=REGISTERS)
+        if in_parts and is_low and not fixed:
+            return Tiles(64, block_m, 256, 4, 3, 64)
+        return Tiles(64, block_m, fixed or 128, 4, stages if in_parts else 4, 64, registers=REGISTERS)
     small_groups = weight.code == "int4" and weight.group <= 32
-    if is_high and small_groups and split_k.splits > 1 and split_k.split_len <= SHORT_RANGE:
+    if len(weight) >= SPLIT_HEIGHT and small_groups and in_parts and split_k.split_len <= SHORT_RANGE:
         return Tiles(64, block_m, fixed or 128, 4, stages, 64, registers=REGISTERS)
-    return Tiles(64, block_m, fixed or 256, 4, stages, 64)
+    if is_low and PACKED_WAVE < triton.cdiv(len(weight), 64) * split_k.splits <= WAVE_OF_FOUR:
+        return Tiles(64, block_m, 256, 4, 3, 64, registers=REGISTERS)
+    return Tiles(64, block_m, 256, 4, 4 if in_parts and is_low else stages, 64)
 
 
 def takes_packed_rows(weight: Weight, x: torch.Tensor) -> TypeGuard[PackedWeight]:

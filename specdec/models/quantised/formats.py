@@ -1,16 +1,13 @@
 """The formats of quantised weights: the tensors of a weight in each format, and how they become a packed weight.
 
-    WeightFormat   the promises of a `quantization_config` about one weight (`quantization_config.py` makes it)
-    tensors        which tensors a weight [N, K] must have, in which shapes and dtypes
-    compare        checks the checkpoint's headers against `tensors`; only checked tensors are read
-    repack         makes the packed weight; checks values: zero points of symmetric weights, column order, stored shape
-
-Activations are never rounded. A checkpoint that asks for rounding with dynamic scales is read for its weights; one with
-calibrated activation scales is refused.
+A `WeightFormat` has the promises of a `quantization_config` about one weight (`quantization_config.py` makes it). Only
+tensors whose headers have passed `compare` are read, and `repack` checks their values. Activations are never rounded. A
+checkpoint that asks for rounding with dynamic scales is read for its weights; one with calibrated activation scales is
+refused.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -31,8 +28,9 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTensor:
-    """The shapes and dtypes that a tensor may have. optional: it may be missing."""
+    """The names, shapes and dtypes that a tensor may have. optional: it may be missing."""
 
+    names: tuple[str, ...]
     shapes: tuple[Sizes, ...]
     dtypes: tuple[torch.dtype, ...]
     optional: bool = False
@@ -46,8 +44,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def one(shape: Sizes, *dtypes: torch.dtype, optional: bool = False) -> ExpectedTensor:
-    return ExpectedTensor((shape,), dtypes, optional)
+def one(name: str, shape: Sizes, *dtypes: torch.dtype, optional: bool = False) -> ExpectedTensor:
+    return ExpectedTensor((name,), (shape,), dtypes, optional)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +64,14 @@ class WeightFormat:
         """Name of the format in messages."""
         raise NotImplementedError
 
-    def tensors(self, num_rows: int, num_columns: int) -> dict[str, ExpectedTensor]:
+    def tensors(self, num_rows: int, num_columns: int) -> list[ExpectedTensor]:
         """The tensors of a weight [N, K]. Raises UnsupportedModelError if the format does not allow this shape."""
         raise NotImplementedError
 
     def repack(self, tensors: Tensors, shape: torch.Size) -> PackedWeight:
-        """Make the packed weight of compared tensors. Raises UnsupportedModelError if their values break a promise."""
+        """Make the packed weight of compared tensors. Raises UnsupportedModelError if their values break a promise:
+        zero points of symmetric weights, the order of columns, the stored shape."""
         raise NotImplementedError
-
-    def canonical(self, names: Iterable[str]) -> dict[str, str]:
-        """Map each name in the checkpoint to its name in `tensors`."""
-        return {name: name for name in names}
 
     def compare(self, stem: str, given: Tensors, shape: torch.Size, num_experts: int | None = None) -> None:
         """Raise CheckpointError for a missing tensor, UnsupportedModelError for any other difference.
@@ -91,24 +86,25 @@ class WeightFormat:
             )
         with about(stem):
             expected = self.tensors(num_rows, num_columns)
-        known = self.canonical(given)
         for name in given:
-            if known[name] not in expected:
+            if not any(name in wanted.names for wanted in expected):
                 raise UnsupportedModelError(
-                    f"{stem} has {name}, which is not read: a weight in {self.title} has {', '.join(expected)}; "
-                    f"{NOT_AS_PROMISED}"
+                    f"{stem} has {name}, which is not read: a weight in {self.title} has "
+                    f"{', '.join(wanted.names[0] for wanted in expected)}; {NOT_AS_PROMISED}"
                 )
-        if len(set(known.values())) < len(known):
-            raise UnsupportedModelError(f"{stem} has {' and '.join(sorted(known))}, two names of one thing")
-        for name, wanted in expected.items():
-            if not wanted.optional and name not in known.values():
+        for wanted in expected:
+            found = [name for name in wanted.names if name in given]
+            if len(found) > 1:
+                raise UnsupportedModelError(f"{stem} has {' and '.join(sorted(found))}, two names of one thing")
+            if not found and not wanted.optional:
                 raise CheckpointError(
-                    f"the checkpoint lacks {stem}{self.joint}{name}, which a weight in {self.title} has; "
+                    f"the checkpoint lacks {stem}{self.joint}{wanted.names[0]}, which a weight in {self.title} has; "
                     f"{NOT_AS_PROMISED}"
                 )
-        for name, tensor in given.items():
-            wanted = expected[known[name]]
-            if tensor.dtype not in wanted.dtypes or tensor.shape not in [(*leading, *one) for one in wanted.shapes]:
+            for name in found:
+                tensor = given[name]
+                if tensor.dtype in wanted.dtypes and tensor.shape in [(*leading, *each) for each in wanted.shapes]:
+                    continue
                 of_each = "" if num_experts is None else f" for each of {num_experts} experts"
                 raise UnsupportedModelError(
                     f"{stem}{self.joint}{name} is {list(tensor.shape)} in {dtype_name(tensor.dtype)}, and a weight "
@@ -181,7 +177,7 @@ class Int4(WeightFormat):
         groups = f"in groups of {self.group_size}" if self.group_size else "by row"
         return f"{self.layout.title} {groups}, {'symmetric' if self.symmetric else 'with zeros'}"
 
-    def tensors(self, num_rows: int, num_columns: int) -> dict[str, ExpectedTensor]:
+    def tensors(self, num_rows: int, num_columns: int) -> list[ExpectedTensor]:
         layout = self.layout
         if layout.in_columns and num_rows % 8:
             raise UnsupportedModelError(f"{num_rows} rows, and weights in {self.title} are read in multiples of 8")
@@ -189,14 +185,14 @@ class Int4(WeightFormat):
         turn = -1 if layout.in_columns else 1
         words = (num_columns, num_rows // 8) if layout.across else (num_rows, num_columns // 8)[::turn]
         zeros = (-(-num_rows // 8), num_groups)[::turn]
-        expected = {
-            layout.words: one(words, torch.int32),
-            layout.scales: one((num_rows, num_groups)[::turn], *SCALE_TYPES),
-            layout.zeros: one(zeros, torch.int32, optional=self.symmetric and not layout.in_columns),
-            layout.shape: one((2,), *INDEX_TYPES, optional=True),
-            layout.order: one((num_columns,), *INDEX_TYPES, optional=not self.in_any_order),
-        }
-        return {name: tensor for name, tensor in expected.items() if name}
+        expected = [
+            one(layout.words, words, torch.int32),
+            one(layout.scales, (num_rows, num_groups)[::turn], *SCALE_TYPES),
+            one(layout.zeros, zeros, torch.int32, optional=self.symmetric and not layout.in_columns),
+            one(layout.shape, (2,), *INDEX_TYPES, optional=True),
+            one(layout.order, (num_columns,), *INDEX_TYPES, optional=not self.in_any_order),
+        ]
+        return [wanted for wanted in expected if wanted.names != ("",)]
 
     def repack(self, tensors: Tensors, shape: torch.Size) -> PackedWeight:
         layout = self.layout
@@ -269,7 +265,7 @@ class Fp8(WeightFormat):
     def title(self) -> str:
         return f"FP8 {' or '.join(_tile_in_words(*tile) for tile in self.tiles)}"
 
-    def tensors(self, num_rows: int, num_columns: int) -> dict[str, ExpectedTensor]:
+    def tensors(self, num_rows: int, num_columns: int) -> list[ExpectedTensor]:
         shapes: list[Sizes] = []
         for rows, columns in self.tiles:
             if rows == 1 and columns is not None:
@@ -278,13 +274,8 @@ class Fp8(WeightFormat):
             shapes.append(sizes)
             if columns is None:
                 shapes += [(), (1,)] if rows is None else [sizes[:1]]
-        return {
-            "weight": one((num_rows, num_columns), torch.float8_e4m3fn),
-            self.scales[0]: ExpectedTensor(tuple(dict.fromkeys(shapes)), SCALE_TYPES),
-        }
-
-    def canonical(self, names: Iterable[str]) -> dict[str, str]:
-        return {name: self.scales[0] if name in self.scales else name for name in names}
+        weight = one("weight", (num_rows, num_columns), torch.float8_e4m3fn)
+        return [weight, ExpectedTensor(self.scales, tuple(dict.fromkeys(shapes)), SCALE_TYPES)]
 
     def repack(self, tensors: Tensors, shape: torch.Size) -> PackedWeight:
         [scales] = (tensors[name] for name in self.scales if name in tensors)
@@ -325,10 +316,11 @@ class Mxfp4(WeightFormat):
     def names(self) -> tuple[str, str]:
         return ("blocks", "scales") if self.of_experts else ("weight_packed", "weight_scale")
 
-    def tensors(self, num_rows: int, num_columns: int) -> dict[str, ExpectedTensor]:
+    def tensors(self, num_rows: int, num_columns: int) -> list[ExpectedTensor]:
         num_groups = num_columns // 32
         pairs = (num_rows, num_groups, 16) if self.of_experts else (num_rows, num_columns // 2)
-        return dict(zip(self.names, (one(pairs, torch.uint8), one((num_rows, num_groups), torch.uint8)), strict=True))
+        words, scales = self.names
+        return [one(words, pairs, torch.uint8), one(scales, (num_rows, num_groups), torch.uint8)]
 
     def repack(self, tensors: Tensors, shape: torch.Size) -> PackedWeight:
         pairs, exponents = (tensors[name] for name in self.names)

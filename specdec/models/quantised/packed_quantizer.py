@@ -91,7 +91,11 @@ class PackedQuantizer(HfQuantizer):
         if not self.quantised.keys:
             raise CheckpointError("its config.json says that it is quantised, but none of its tensors is")
         for path in self.quantised.by_module:
-            _put(self.model, path, OnlyBiases(self.model.get_submodule(path)))
+            biases = nn.Module()  # replaces it while transformers loads the rest of the model
+            for name, parameter in self.model.get_submodule(path)._parameters.items():
+                if name.endswith("bias"):
+                    biases.register_parameter(name, parameter)
+            self.model.set_submodule(path, biases)
         loaded: Any = self.model
         self._ignored = loaded._keys_to_ignore_on_load_unexpected
         loaded._keys_to_ignore_on_load_unexpected = {""}  # every tensor has been judged
@@ -106,12 +110,13 @@ class PackedQuantizer(HfQuantizer):
             packed = {last: list(packed_weights(stored, self.dtype, device)) for last, stored in weights.items()}
             if "weight" in packed:
                 [weight] = packed["weight"]
-                _put(model, path, PackedLinear(weight, biases.get("bias")))
+                model.set_submodule(path, PackedLinear(weight, biases.get("bias")).eval())
             else:
                 [stored, *_] = next(iter(weights.values()))
                 assert stored.place.experts is not None, stored.stem
                 with about(stored.stem):
-                    _put(model, path, PackedExperts(_packed_experts(stored.place.experts, packed, biases)))
+                    experts = PackedExperts(_packed_experts(stored.place.experts, packed, biases))
+                model.set_submodule(path, experts.eval())
         self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
         self.stored = {}
         del self.quantised
@@ -124,21 +129,6 @@ class PackedQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return False
-
-
-def _put(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    model.get_submodule(parent)._modules[name] = module.eval()
-
-
-class OnlyBiases(nn.Module):
-    """Replaces a quantised module while transformers loads the rest of the model."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        for name, parameter in module._parameters.items():
-            if name.endswith("bias"):
-                self.register_parameter(name, parameter)
 
 
 def _packed_experts(

@@ -35,11 +35,7 @@ REFUSED = ("nvfp4", "modelopt", "exl2", "exl3", "gguf")
 """Methods that are refused although transformers knows some of them."""
 
 T = TypeVar("T", str, bool, int)
-KINDS: dict[type, tuple[str, Callable[[Any], Any]]] = {
-    str: ("a string", str.lower),
-    bool: ("true or false", bool),
-    int: ("a whole number", int),
-}
+KINDS = {str: "a string", bool: "true or false", int: "a whole number"}
 
 ANY_MODULE = "Linear"
 """compressed-tensors' target for every module: it names the class, and only nn.Linear is ever quantised."""
@@ -64,14 +60,16 @@ class Quantization:
         Raises UnsupportedModelError if there are several formats and no target matches.
         """
         names = tuple(self.renamed.get(name, name) for name in names)
-        first = next((format for target, format in self.rules if _names(target, names)), None)
-        formats = dict.fromkeys(format for _, format in self.rules)
-        if first is None and len(formats) > 1:
+        for target, format in self.rules:
+            if _names(target, names):
+                return format
+        first, *others = dict.fromkeys(format for _, format in self.rules)
+        if others:
             raise UnsupportedModelError(
                 f"{names[0]} is quantised, and no target of its quantization_config names it, which has "
-                f"{' and '.join(format.title for format in formats)}; correct the targets"
+                f"{' and '.join(format.title for format in (first, *others))}; correct the targets"
             )
-        return first or next(iter(formats))
+        return first
 
 
 def _names(target: str, names: Iterable[str]) -> bool:
@@ -99,14 +97,14 @@ class Settings:
 
     def get(self, *names: str, default: T) -> T:
         """The first of these entries that exists, of the default's type; text in lower case."""
-        name = next((name for name in names if self.values.get(name) is not None), None)
-        if name is None:
-            return default
-        words, read = KINDS[type(default)]
-        if type(self.values[name]) is not type(default):
-            raise self.wrong(name, words)
-        found: T = read(self.values[name])
-        return found
+        for name in names:
+            value = self.values.get(name)
+            value = value.lower() if isinstance(value, str) else value
+            if value is not None and type(value) is not type(default):
+                raise self.wrong(name, KINDS[type(default)])
+            if value is not None:
+                return value
+        return default
 
     def group_size(self, *names: str, default: int) -> int | None:
         """Columns per group; None (stored as -1): a whole row."""

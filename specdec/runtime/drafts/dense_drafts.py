@@ -29,8 +29,7 @@ from specdec.draft_models.heads.feedback_drafts import chained_rows
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.kvcache.layer_context import OwnRows, Recurrence, ScoreOptions
 from specdec.models.paused_forward import collected
-from specdec.models.probe_context import ProbeContext
-from specdec.models.recurrent_probe import convolved_text, recurred_text
+from specdec.models.probe_context import ProbeContext, convolved_text, recurred_text
 from specdec.models.target import TargetModel
 
 SCORED_AT_ONCE = 64

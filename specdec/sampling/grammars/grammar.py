@@ -1,8 +1,5 @@
 """Which tokens may follow an output by its grammar and its token rules: compiled grammars, and immutable states.
 
-    Grammars        the compiled grammars of one engine, with its tokenizer in the library's form
-    GrammarState    the state after some tokens; `after(token)` returns another state
-
 The state of each prefix is kept with that prefix, so a step that fails or is repeated cannot leave a wrong state. End
 tokens are allowed exactly where the grammar may end, other special tokens never. The library (llguidance) is an extra,
 imported with the first grammar.
@@ -45,7 +42,7 @@ class CompiledGrammar(NamedTuple):
 
 
 class Grammars:
-    """Compiles grammars, and keeps the most recently used ones within COMPILED_BYTES.
+    """Compiles the grammars of one engine, and keeps the most recently used ones within COMPILED_BYTES.
 
     vocab_size: the model's; the tokenizer may have fewer or more tokens.
     """
@@ -127,7 +124,10 @@ class GrammarLibrary:
             self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=known)
         except Exception as error:  # of any kind, even a panic of the library
             raise ConfigError(f"grammars cannot be followed with this tokenizer ({reason_of(str(error))})") from None
-        self._trial = GrammarTrial(*_portable(tokenizer), n_vocab=known)
+        backend = copy.copy(tokenizer.backend_tokenizer)  # as JSON it can be sent to another process
+        backend.no_padding()
+        backend.no_truncation()
+        self._trial = GrammarTrial(backend.to_str(), tokenizer.eos_token_id, n_vocab=known)
         self._one_at_a_time = threading.Lock()
         self._executor = self._llguidance.LLExecutor()
         self._width = -(-self._tokenizer.vocab_size // 32)
@@ -318,14 +318,6 @@ def reason_of(message: str) -> str:
     named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     reason = (named or lines or ["it gives no reason"])[0]
     return reason if len(reason) <= 200 else reason[:200] + "..."
-
-
-def _portable(tokenizer: Any) -> tuple[str, Any]:
-    """The tokenizer in a form that can be sent to another process: JSON, and the ids of its end tokens."""
-    backend = copy.copy(tokenizer.backend_tokenizer)
-    backend.no_padding()
-    backend.no_truncation()
-    return backend.to_str(), tokenizer.eos_token_id
 
 
 def _options(schema: Any) -> dict[str, Any] | None:

@@ -1,11 +1,6 @@
 """Bounds on a grammar, checked before the grammar library reads it. No function recurses deeper than PLAIN_DEPTH: a
-hostile schema may be nested deeper than any stack.
-
-    require_bounded("json_schema", text)            raises ConfigError with the grammar's size and the bound
-    compiles_in_linear_time("json_schema", text)    is the grammar plain?
-
-A plain grammar is compiled directly, any other one in a worker process first (`grammar_trial`). This file knows JSON
-schemas and regular expressions, but not the library.
+hostile schema may be nested deeper than any stack. This file knows JSON schemas and regular expressions, but not the
+library.
 """
 
 import json

@@ -1,8 +1,5 @@
 """Compiles grammars in a worker process first: a crash, a hang or a lack of memory there costs only one request.
 
-    trial = GrammarTrial(tokenizer_json, eos, n_vocab=...)
-    trial.run(grammar)  ->  bytes that it takes; raises ConfigError with the reason against it
-
 The library limits most of its own work, but some intersections of patterns take minutes, and chains of references
 overflow the stack. A compiled grammar cannot be sent between processes, so one that passes is compiled again in this
 process, by `with_large_stack`, with twice the stack of the trial. The worker starts with the first grammar that needs

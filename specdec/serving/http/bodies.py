@@ -18,9 +18,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
-from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive
 
 from specdec.serving.fair_pool import FairPool, wait_for
 from specdec.serving.http.events import while_connected
@@ -102,14 +100,14 @@ def _parsed(raw: bytes, model: type[Model], unknown_fields: str) -> Model | ApiE
         return invalid_body(error.errors(include_url=False))
 
 
-async def discard_body(headers: Headers, receive: Receive) -> None:
-    """Read the body of a refused request for a while: closing the connection would reset a client that is still
-    sending, and it would not see the answer. A client that expects 100-continue waits before it sends the body."""
-    left, more = DISCARDED_BYTES, "100-continue" not in headers.get("expect", "").lower()
+async def discard_body(request: Request) -> None:
+    """Read a refused body for a while: closing the connection would reset a client that is still sending, and it would
+    not see the answer. A client that expects 100-continue waits before it sends the body."""
+    left, more = DISCARDED_BYTES, "100-continue" not in request.headers.get("expect", "").lower()
     with suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_SECONDS):
             while more and left > 0:
-                message = await receive()
+                message = await request.receive()
                 left -= len(message.get("body", b""))
                 more = message.get("more_body", False)
 
@@ -146,7 +144,7 @@ class BodyReader:
                     size += len(piece)
                     too_large = size > self._max_bytes
                 if too_large:
-                    await discard_body(request.headers, request.receive)
+                    await discard_body(request)
         except TimeoutError:
             if self._stopping:
                 raise ApiError(503, "the server is stopping; ask another one", code="stopping", headers=CLOSE) from None

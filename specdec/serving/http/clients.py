@@ -17,7 +17,6 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specdec.serving.fair_pool import CLIENT
-from specdec.serving.http.bodies import discard_body
 from specdec.serving.http.faults import ApiError
 from specdec.serving.server_settings import ServeSettings
 
@@ -100,15 +99,13 @@ class Guard:
             return
         client, guarded = (scope.get("client") or ("",))[0], route_path(scope).startswith(GUARDED)
         if self.api_keys and guarded:
-            headers = Headers(scope=scope)
-            given = bearer_token(headers).encode()
+            given = bearer_token(Headers(scope=scope)).encode()
             # compare with all keys in constant time, so that time reveals nothing
             matches = [name for name, known in self.api_keys.items() if hmac.compare_digest(given, known)]
             if not matches:
                 problem = "the API key is wrong" if given else "no API key was given"
                 message = f"{problem}; send 'Authorization: Bearer KEY'"
                 refusal = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-                await discard_body(headers, receive)
                 await refusal.response()(scope, receive, send)
                 return
             client = matches[0]

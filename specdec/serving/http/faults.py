@@ -33,22 +33,18 @@ logger = logging.getLogger(__name__)
 TYPES = ("str", "constrained-str", "int", "float", "bool", "none", "dict", "list")
 """Parts of pydantic's location that name a member of a union, not a field."""
 EXPECTED = {
-    kind: words
-    for words, kinds in {
-        "a string": "string_type",
-        "a string of whole characters": "string_unicode",
-        "an integer": "int_type int_from_float int_parsing",
-        "an integer of fewer digits": "int_parsing_size",
-        "a number": "float_type float_parsing",
-        "a finite number": "finite_number",
-        "true or false": "bool_type bool_parsing",
-        "an object": "dict_type model_type model_attributes_type dataclass_type mapping_type dict_attributes_type",
-        "a list": "list_type tuple_type",
-        "null": "none_required",
-    }.items()
-    for kind in kinds.split()
+    "a string": "string_type",
+    "a string of whole characters": "string_unicode",
+    "an integer": "int_type int_from_float int_parsing",
+    "an integer of fewer digits": "int_parsing_size",
+    "a number": "float_type float_parsing",
+    "a finite number": "finite_number",
+    "true or false": "bool_type bool_parsing",
+    "an object": "dict_type model_type model_attributes_type dataclass_type mapping_type dict_attributes_type",
+    "a list": "list_type tuple_type",
+    "null": "none_required",
 }
-"""The expected value, by pydantic's error type. Pydantic's own messages are not meant for clients of a server."""
+"""Expected values, each with pydantic's types of its error. Pydantic's own messages are not meant for clients."""
 LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -61,12 +57,9 @@ ANSWERS: dict[type[Exception], tuple[int, str | None]] = {
     SpecDecError: (500, None),  # such as a failed round
 }
 """Status and code of the product's errors; the first match counts."""
-AGAIN = {"Retry-After": "1"}
 
 
 class ApiError(Exception):
-    """A refusal with a status."""
-
     def __init__(
         self,
         status: int,
@@ -101,7 +94,8 @@ def as_api_error(error: Exception) -> ApiError:
             message = str(error).replace("max_new_tokens", "max_tokens")
             setting = re.match(r"(\w+)=", message) if status == 400 else None  # named as in the Python API: top_p=2
             param = setting and setting[1]
-            return ApiError(status, message, param=param, code=code, headers=AGAIN if status in (429, 503) else None)
+            headers = {"Retry-After": "1"} if status in (429, 503) else None
+            return ApiError(status, message, param=param, code=code, headers=headers)
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "the server failed to answer this request; its log says why")
 
@@ -125,8 +119,9 @@ def invalid_body(errors: Sequence[Any]) -> ApiError:
 def expected(error: Mapping[str, Any]) -> str:
     """The value that a pydantic error expected, in words: "a number"."""
     kind, context = error["type"], error.get("ctx", {})
-    if kind in EXPECTED:
-        return EXPECTED[kind]
+    for words, kinds in EXPECTED.items():
+        if kind in kinds.split():
+            return words
     if kind in ("literal_error", "enum"):
         expected = str(context.get("expected", ""))
         return LITERALS.get(expected, expected)
@@ -185,9 +180,6 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": Error, "description": REFUSED[status]} for status in statuses}
 
 
-METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
-
-
 def allowed_methods(request: Request) -> list[str]:
     """Methods of all routes of the request's path (the router names only those of the first)."""
 
@@ -195,7 +187,7 @@ def allowed_methods(request: Request) -> list[str]:
         scope = dict(request.scope) | {"method": method}
         return any(route.matches(scope)[0] == Match.FULL for route in request.app.routes)
 
-    found = [method for method in METHODS if taken(method)]
+    found = [method for method in ("DELETE", "GET", "PATCH", "POST", "PUT") if taken(method)]
     return sorted({*found, "HEAD"} if "GET" in found else found)
 
 

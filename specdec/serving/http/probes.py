@@ -79,7 +79,7 @@ class EngineWatch:
         self._probe: asyncio.Task[Any] | None = None
 
     def look(self) -> None:
-        """Called about once a second; does not wait."""
+        """Called ten times a second; does not wait."""
         self.died = self.died or self._engine.died
         hung = why_not_alive(self._engine, self._liveness_seconds)
         if hung and not self._said_hung and self.died is None:
