@@ -121,19 +121,19 @@ class PromptLoad(NamedTuple):
 class PromptCost:
     """Expected seconds of a forward over prompts.
 
-    timed     a line through the measured sizes, flat before them, in proportion after; + pair * (pairs after a prefix)
+    timed     a line through the measured sizes, in proportion beyond them;   + pair * (pairs after a prefix)
     learned   forward + token * (tokens) + pair * (pairs)                     if no forward was timed alone
     """
 
     def __init__(self) -> None:
-        self._sizes: list[int] = []  # sorted
-        self._seconds: list[float] = []
+        self._sizes: list[int] = [0]
+        self._seconds: list[float] = [0.0]
         self._pair = 0.0
         self._learned = np.zeros(3)  # seconds of a forward, a token and a pair
 
     @property
     def is_timed(self) -> bool:
-        return len(self._sizes) > 0
+        return len(self._sizes) > 1
 
     @property
     def is_known(self) -> bool:
@@ -172,13 +172,8 @@ class PromptCost:
         return float(forward + token * load.tokens + pair * load.pairs)
 
     def _without_prefix(self, tokens: int) -> float:
-        sizes, seconds, place = self._sizes, self._seconds, bisect(self._sizes, tokens)
-        if place == 0:
-            return seconds[0]
-        if place == len(sizes):
-            return seconds[-1] * tokens / sizes[-1]
-        (below, above), (least, most) = sizes[place - 1 : place + 1], seconds[place - 1 : place + 1]
-        return least + (most - least) * (tokens - below) / (above - below)
+        most = self._sizes[-1]
+        return float(np.interp(min(tokens, most), self._sizes, self._seconds)) * max(1.0, tokens / most)
 
 
 class PromptGap:
@@ -194,7 +189,6 @@ class PromptGap:
         self.budget = budget
         self.shares = shares
         self.cost = PromptCost()
-        self._sizes = token_buckets(MAX_BUDGET)
         self.round = 0.0
         self.longest_round = 0.0
         self.ending = 0.0
@@ -213,7 +207,7 @@ class PromptGap:
         MIN_CAP."""
         budget = self.budget
         if not budget.user_set:
-            cap = max(MIN_CAP, self._fitting(PROMISED_GAP - self.longest_round, 0))
+            cap = max(MIN_CAP, self._fitting(PROMISED_GAP - self.longest_round, 0, MAX_BUDGET))
             self.budget = budget._replace(
                 while_decoding=min(cap, budget.while_decoding), while_idle=min(cap, budget.while_idle)
             )
@@ -228,7 +222,7 @@ class PromptGap:
         if budget.user_set or not self.is_known:
             return budget.while_decoding
         fewest, *_, most = budget.sizes_in_parts
-        tokens = self._fitting(self._seconds_within(GAP_SHARE, num_waiting), prefix)
+        tokens = self._fitting(self._seconds_within(GAP_SHARE, num_waiting), prefix, budget.while_decoding)
         if tokens < most and self.shares:
             fitting = [size for size in budget.sizes_in_parts if self._fits_in_parts(size, prefix, num_waiting)]
             tokens = max(fitting, default=fewest)
@@ -268,14 +262,12 @@ class PromptGap:
     def _seconds_within(self, share: float, num_waiting: int) -> float:
         return min(share * max(1, num_waiting) * self.round, PROMISED_GAP - self.round)
 
-    def _fitting(self, seconds: float, prefix: int) -> int:
-        """The largest size whose forward after `prefix` tokens takes at most this time; 0: none."""
-
-        def expected(tokens: int) -> float:
-            return self.cost.seconds(PromptLoad.after_prefix(tokens, prefix, self.budget.chunk))
-
-        place = bisect(self._sizes, seconds, key=expected)
-        return self._sizes[place - 1] if place else 0
+    def _fitting(self, seconds: float, prefix: int, limit: int) -> int:
+        """The largest size up to `limit` whose forward after `prefix` tokens takes at most this time; 0: none."""
+        for tokens in (limit, *reversed(token_buckets(limit))):
+            if self.cost.seconds(PromptLoad.after_prefix(tokens, prefix, self.budget.chunk)) <= seconds:
+                return tokens
+        return 0
 
     def _fits_in_parts(self, tokens: int, prefix: int, num_waiting: int) -> bool:
         """Does each part of a forward over these tokens fit a step, and do all together fit MAX_STEPS?"""
