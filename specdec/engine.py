@@ -42,7 +42,7 @@ from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.drafts.convention_watch import ConventionWatch
 from specdec.runtime.drafts.draft_policy import DraftPolicy, draft_ladder
 from specdec.runtime.engine_stats import EngineStats
-from specdec.runtime.prompts.prefill import part_shares
+from specdec.runtime.prompts.prefill import division_of
 from specdec.runtime.prompts.prefixes import PrefixPolicy
 from specdec.runtime.prompts.prompt_budget import PromptBudget, PromptGap
 from specdec.runtime.request import Request
@@ -115,11 +115,11 @@ class Engine:
         self.prefixes = PrefixPolicy(shared, self.state.weights.version, lag)
         budget = PromptBudget.from_config(config, target.device.type, recurrent=target.recurrent)
         # a fixed chunk is read in one forward
-        shares = part_shares(self.state, captured=capture is not None) if config.prefill_chunk is None else ()
+        division = division_of(self.state, captured=capture is not None) if config.prefill_chunk is None else None
         self.scheduler = Scheduler(
             self.table,
             max_model_len=self.max_model_len,
-            prompt_gap=PromptGap(budget, shares),
+            prompt_gap=PromptGap(budget, division),
             prefixes=self.prefixes,
             context_len=target.context_length.max_len,
         )

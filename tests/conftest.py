@@ -71,9 +71,10 @@ def prompts_of_one_cost() -> None:
     """Replace the timing of prompts and rounds at start: on a tape its twelve long forwards take longer than a test.
     test_adaptive.py has an engine with the real timing."""
     from specdec.runtime import warm_up
+    from specdec.runtime.prompts.prompt_budget import PromptLoad
 
     MEASURED.update((name, getattr(warm_up, name)) for name in ("time_prompts", "time_rounds"))
-    warm_up.time_prompts = lambda round, gap, read, most: gap.cost.time(1, 1e-6)
+    warm_up.time_prompts = lambda round, gap, read, most: gap.cost.time(PromptLoad(1, 0.5), 1e-6)
     warm_up.time_rounds = lambda captured_rounds, shapes, done: [1e-6] * len(shapes)
 
 

@@ -19,7 +19,7 @@ from specdec.modules.weight_watch import StorageWatch
 from specdec.runtime.launches import settle_round
 from specdec.runtime.prompts.prefill import Prefill
 from specdec.runtime.prompts.prefixes import WORTH_WAITING, PrefixPolicy
-from specdec.runtime.prompts.prompt_budget import IDLE_STEPS, PromptBudget, PromptGap, PromptLoad
+from specdec.runtime.prompts.prompt_budget import IDLE_STEPS, Division, PromptBudget, PromptGap, PromptLoad
 from specdec.runtime.prompts.prompt_scores import PromptLogProbs
 from specdec.runtime.request import Request, RequestState, restricted
 from specdec.runtime.request_output import RequestStats

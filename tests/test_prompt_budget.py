@@ -54,9 +54,9 @@ def timed(longest_round: float, room: PromptBudget) -> PromptGap:
     gap = PromptGap(room)
     gap.longest_round = longest_round
     gap.learn_round(longest_round)
-    sizes = [(tokens, 0) for tokens in (16, 24, 32, 48, 64, 96, 128, 192, 256, 2048, 4096, 8192)]
-    for tokens, prefix in [*sizes, (64, 16384), (256, 16384)]:
-        gap.cost.time(tokens, gpu_seconds(load_of(tokens, prefix)), prefix)
+    loads = [load_of(tokens) for tokens in (16, 24, 32, 48, 64, 96, 128, 192, 256, 2048, 4096, 8192)]
+    for load in [*loads, load_of(64, 16384), load_of(256, 16384)]:
+        gap.cost.time(load, gpu_seconds(load))
     gap.cap_budget()
     return gap
 
@@ -126,27 +126,21 @@ class Simulation:
 def test_what_forwards_take_is_learned_from_any_of_them() -> None:
     draw = random.Random(0)
     for _ in range(examples(5, 100)):
-        forward, token, pair = (10 ** draw.uniform(*bounds) for bounds in ((-3, -2), (-4, -3), (-8, -6)))  # of a CPU
-        cost, errors = PromptCost(), []
-        for number in range(1000):
-            load = load_of(draw.randint(1, 400), draw.choice([0, draw.randint(1, 30000)]))
-            spent = forward + token * load.tokens + pair * load.pairs
-            if number >= 500:
-                errors.append(abs(cost.seconds(load) / spent - 1))
-            cost.learn(load, spent)
-        assert np.median(errors) < 0.05
-
-
-def test_what_was_timed_is_known_between_sizes_and_after_prefixes() -> None:
-    cost = PromptCost()
-    for tokens, prefix in ((64, 0), (16, 0), (2048, 0), (64, 1000)):
-        cost.time(tokens, 0.002 + 1e-5 * max(64, tokens) + 1e-9 * tokens * prefix, prefix)
-    assert cost.seconds(load_of(40)) == pytest.approx(0.00264)
-    assert cost.seconds(load_of(1000)) == pytest.approx(0.012)
-    assert cost.seconds(load_of(4096)) == pytest.approx(2 * cost.seconds(load_of(2048)), rel=0.1)
-    assert cost.seconds(load_of(64, 30_000)) == pytest.approx(0.00456)
-    cost.learn(load_of(64), 1.0)
-    assert cost.seconds(load_of(64)) == pytest.approx(0.00264)
+        truth = [
+            10 ** draw.uniform(-4, -2),
+            10 ** draw.uniform(-6, -4),
+            draw.choice([0.0, 10 ** draw.uniform(-10, -8)]),
+        ]
+        learned, timed = PromptCost(), PromptCost()
+        for _ in range(150):
+            load = load_of(draw.randint(1, 4096), draw.choice([0, draw.randint(1, 30000)]))
+            spent = truth[0] + truth[1] * load.tokens + truth[2] * load.pairs
+            learned.learn(load, spent)
+            timed.time(load, spent)
+        for load in (load_of(7), load_of(3000), load_of(500, 20000)):
+            spent = truth[0] + truth[1] * load.tokens + truth[2] * load.pairs
+            assert learned.seconds(load) == pytest.approx(spent, rel=0.05)  # what was cut at first has faded
+            assert timed.seconds(load) == pytest.approx(spent, rel=0.01)
 
 
 def test_no_part_of_a_forward_is_ever_thought_to_save_time() -> None:
@@ -164,7 +158,7 @@ def test_one_forward_that_was_interrupted_changes_little() -> None:
     for tokens in [16, 96, 48] * 10:
         cost.learn(load_of(tokens), 0.01 + 0.001 * tokens)
     cost.learn(load_of(64), 30.0)
-    assert cost.seconds(load_of(64)) < 1.25 * 0.074
+    assert cost.seconds(load_of(64)) < 1.2 * 0.074
     for _ in range(200):
         cost.learn(load_of(64), 0.74)  # it has really become slower
     assert cost.seconds(load_of(64)) > 0.5
@@ -177,7 +171,7 @@ def test_loads_that_are_all_alike_leave_the_rest_as_it_was() -> None:
         cost.learn(load_of(tokens), 0.01 + 0.001 * tokens)
     for _ in range(1000):
         cost.learn(load_of(16), 0.026)
-    assert cost.seconds(load_of(96)) == pytest.approx(0.106, rel=0.1)
+    assert cost.seconds(load_of(96)) == pytest.approx(0.106, rel=0.05)
 
 
 def test_prompts_take_half_a_round_for_each_request_that_waits() -> None:
@@ -186,17 +180,17 @@ def test_prompts_take_half_a_round_for_each_request_that_waits() -> None:
     for _ in range(examples(100, 1000)):
         gap = PromptGap(room := draw.choice([GPU, CPU]))
         forward, token, pair = 10 ** draw.uniform(-4, -2), 10 ** draw.uniform(-6, -3), 10 ** draw.uniform(-11, -8)
-        for count, prefix in ((100, 0), (2000, 0), (8192, 0), (1, 0), (500, 10_000)):
-            load = load_of(count, prefix)
-            gap.cost.time(count, forward + token * load.tokens + pair * load.pairs, prefix)
+        loads = [load_of(100), load_of(2000), load_of(500, 10_000), load_of(1)]
+        for load in loads:
+            gap.cost.time(load, forward + token * load.tokens + pair * load.pairs)
         gap.learn_round(10 ** draw.uniform(-3, -1))
         waiting, prefix = draw.randint(1, 100), draw.choice([0, 100, 30_000])
         tokens = gap.tokens(waiting, prefix)
-        assert room.sizes_in_parts[0] <= tokens <= room.while_decoding
+        assert room.min_tokens <= tokens <= room.while_decoding
         budget = min(GAP_SHARE * waiting * gap.round, PROMISED_GAP - gap.round)
         one = min(tokens, room.chunk)  # the others are of other requests, and see fewer tokens
         spent = gap.cost.seconds(PromptLoad(tokens, tokens * (prefix + one / 2)))
-        assert tokens == room.sizes_in_parts[0] or spent <= budget * 1.001
+        assert tokens == room.min_tokens or spent <= budget * 1.001
         more = 2 * tokens + 256
         assert tokens == room.while_decoding or gap.cost.seconds(PromptLoad(more, more * (prefix + more / 2))) > budget
 
@@ -257,13 +251,13 @@ def test_the_cap_of_a_step_is_read_within_the_promised_gap() -> None:
         gap = PromptGap(room)
         gap.longest_round = 0.02
         for tokens in (512, 2048, 4096):
-            gap.cost.time(tokens, 0.01 + token * tokens)
+            gap.cost.time(load_of(tokens), 0.01 + token * tokens)
         gap.cap_budget()
         return gap.budget
 
     room = capped(GPU)
     assert (room.while_decoding, room.while_idle, room.chunk) == (5120, 5120, 8192)  # a size that is captured
-    assert capped(GPU, 1.2e-4).while_decoding == 1536  # 1,833
+    assert capped(GPU, 1.2e-4).while_decoding == 1792  # 1,833
     assert capped(GPU, 1e-6).while_decoding == 8192  # a quick model
     assert capped(GPU, 1.0).while_decoding == MIN_CAP  # it must get on
     assert (
@@ -289,7 +283,8 @@ def test_an_engine_reads_prompts_by_what_it_has_measured(make_engine, make_targe
     assert engine.stats().prompt_gap_ms > 0.0  # learned
     gap = engine.scheduler.prompt_gap = StoppedClock(engine.scheduler.prompt_gap.budget)
     gap.round = 0.1
-    gap.cost.time(96, 0.096)
+    for load in (load_of(16), load_of(48), load_of(96), load_of(16, 200)):
+        gap.cost.time(load, 0.001 * load.tokens)
 
     def step(expected: int) -> None:
         before = sum(int(engine.table.committed_len.host[request.row]) for request in engine.scheduler.running)
@@ -302,12 +297,26 @@ def test_an_engine_reads_prompts_by_what_it_has_measured(make_engine, make_targe
     engine.submit(random_prompt(5), params)
     step(5)  # no request decodes
     engine.submit(random_prompt(150, seed=1), params)
-    step(48)  # 50 ms
+    step(32)  # 50 ms, and powers of two
     late = [engine.submit(random_prompt(150, seed=seed), params) for seed in (2, 3)]
     step(96)  # 150 ms, and the cap
     for each in late:
         each.abort()
-    step(6)  # all that there is
+    step(22)  # all that there is
+
+
+def test_a_fit_changes_nothing_of_the_process(monkeypatch):
+    """numpy's solver sets how errors of numbers are taken while it runs; an interrupt in it left that so."""
+
+    def refuse(*_, **__):
+        raise AssertionError("numpy's error handling is changed")
+
+    monkeypatch.setattr(np, "errstate", refuse)
+    monkeypatch.setattr(np.linalg, "solve", refuse)
+    cost = PromptCost()
+    for tokens in (16, 64, 256):
+        cost.time(PromptLoad(tokens, tokens**2 / 2), 0.002 + 1e-5 * tokens)
+    assert cost.seconds(PromptLoad(128, 128**2 / 2)) == pytest.approx(0.00328, rel=0.01)
 
 
 # shares: short prompts pass long ones, and every prompt makes progress
@@ -364,9 +373,10 @@ def test_a_step_reads_fewer_prompt_tokens_on_a_cpu_unless_it_is_told() -> None:
     assert [room.while_decoding for room in (cpu, gpu)] == [96, 8192]
     assert [room.idle_tokens(10_000) for room in (cpu, gpu)] == [384, 8192]
     assert [room.idle_tokens(300) for room in (cpu, gpu)] == [300, 300]
-    for device, sizes in (("cpu", (16, 32)), ("cuda", (64, 128, 256))):
-        config = EngineConfig(max_prefill_tokens=7, prefill_chunk=5)
-        assert PromptBudget.from_config(config, device) == PromptBudget(7, 7, 5, sizes, user_set=True)
+    for device, least in (("cpu", 16), ("cuda", 64)):
+        assert PromptBudget.from_config(EngineConfig(max_prefill_tokens=7, prefill_chunk=5), device) == PromptBudget(
+            7, 7, 5, user_set=True, min_tokens=least
+        )
     assert (cpu.chunk, gpu.chunk) == (512, 8192)
     assert PromptBudget.from_config(EngineConfig(), "cuda", recurrent=True).chunk == 2048  # a prefix ends with a chunk
 

@@ -16,6 +16,7 @@ from specdec.runtime.rounds.captured_prompts import ChunkProgram
 
 from inside import (
     REFERENCE,
+    Division,
     PartShare,
     PromptBudget,
     PromptGap,
@@ -94,7 +95,7 @@ def scene_of(make_target, make_engine, greedy_oracle, random_prompt, monkeypatch
         model = make_target("gemma4-e2b") if model is None else model
         sizes = {"max_batch_size": 3, "max_model_len": 128, "prefill_chunk": None, **config}
         engine = make_engine(model, drafter, **sizes)
-        assert engine.scheduler.prompt_gap.shares
+        assert engine.scheduler.prompt_gap.division is not None
         monkeypatch.setattr(PromptGap, "tokens", lambda gap, num_waiting, prefix: 8)
         monkeypatch.setattr(PromptGap, "seconds_allowed", lambda gap, num_waiting, load: 0.0)
         return Scene(engine, lambda prompt, new: greedy_oracle(model, prompt, new), random_prompt)
@@ -271,9 +272,9 @@ def test_a_cached_prefix_goes_on_in_parts(scene_of, random_prompt):
 
 def test_a_configured_chunk_is_read_whole_and_tiles_are_not_divided(make_engine, make_target):
     model = make_target("llama")
-    assert make_engine(model, None, prefill_chunk=None).scheduler.prompt_gap.shares
-    assert make_engine(model, None, prefill_chunk=8).scheduler.prompt_gap.shares == ()
-    assert make_engine(model, None, prefill_chunk=None, deterministic=True).scheduler.prompt_gap.shares == ()
+    assert make_engine(model, None, prefill_chunk=None).scheduler.prompt_gap.division is not None
+    assert make_engine(model, None, prefill_chunk=8).scheduler.prompt_gap.division is None
+    assert make_engine(model, None, prefill_chunk=None, deterministic=True).scheduler.prompt_gap.division is None
 
 
 def test_a_decoder_with_another_loop_is_not_divided(make_target):
@@ -311,11 +312,13 @@ SHARES = [PartShare(1 / 8, 1 / 3 if number % 2 and number < 7 else 0.0) for numb
 
 def gap_of(round_seconds: float) -> PromptGap:
     """A gap with timings of E4B on an H100: a round of 32 takes 4.8 ms, forwards from 2.3 ms on."""
-    gap = PromptGap(PromptBudget.from_config(EngineConfig(), "cuda"), SHARES)
+    gap = PromptGap(PromptBudget.from_config(EngineConfig(), "cuda"), Division(SHARES, 256, 64))
     gap.learn_round(round_seconds)
-    for prefix in (0, 16384):
-        for tokens in (64, 128, 256, 2048):
-            gap.cost.time(tokens, 2.3e-3 + 6.2e-6 * tokens + 0.5e-9 * tokens * prefix, prefix)
+    for tokens in (64, 128, 256, 2048):
+        gap.cost.time(PromptLoad(tokens, tokens**2 / 2), 2.3e-3 + 6.2e-6 * tokens)
+        gap.cost.time(
+            PromptLoad(tokens, tokens * (16384 + tokens / 2)), 2.3e-3 + 6.2e-6 * tokens + 0.5e-9 * tokens * 16384
+        )
     return gap
 
 

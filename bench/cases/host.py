@@ -151,7 +151,7 @@ class GapRig:
         sizes: dict[str, Any] = {"max_batch_size": streams + 1, "max_model_len": most, "prefix_cache": False, **slots}
         self.engine = Engine(target, None, config=EngineConfig(device="cpu", **sizes))
         if whole:
-            self.engine.scheduler.prompt_gap.shares = ()
+            self.engine.scheduler.prompt_gap.division = None
         begun = self.engine.submit_many(
             prompts_of([self.CONTEXT] * streams, target.vocab_size, 0),
             [SamplingParams(max_new_tokens=self.NEW, **ENDLESS)] * streams,

@@ -17,7 +17,7 @@ import torch
 from specdec.models.target import StatesNeeded
 from specdec.progress import progress_bar
 from specdec.runtime.drafts.draft_policy import RoundTimes
-from specdec.runtime.prompts.prompt_budget import PromptGap
+from specdec.runtime.prompts.prompt_budget import PromptGap, PromptLoad
 from specdec.runtime.rounds.captured_prompts import PromptForwards
 from specdec.runtime.rounds.captured_rounds import Rounds
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
@@ -90,10 +90,11 @@ def _run(steps: Steps, shape: RoundShape) -> None:
 
 def _capture_parts(steps: Steps) -> None:
     """Run each divided forward once. This captures it, so that no request waits for a capture later."""
-    if not steps.scheduler.prompt_gap.shares:
+    division = steps.scheduler.prompt_gap.division
+    if division is None:
         return
     steps.state.flush()
-    longest = steps.table.slots.host.shape[1] - 1
+    longest = min(steps.table.slots.host.shape[1] - 1, division.max_tokens)
     for needed in {steps.state.states_needed(scored=False, ends_prompt=ends) for ends in (False, True)}:
         for size in SIZES_IN_PARTS:
             rows, length = np.array([steps.table.padding_row]), np.array([min(size, longest)])
@@ -153,7 +154,7 @@ def time_prompts(state: DeviceState, gap: PromptGap, forwards: PromptForwards, m
         table.committed_len[table.padding_row] = 0
         fastest: float = max(1e-9, min(seconds[1:]))
         if needed is within:
-            gap.cost.time(count, fastest, prefix)
+            gap.cost.time(PromptLoad.from_runs(np.full_like(length, prefix), length), fastest)
         return fastest
 
     within, ending = (state.states_needed(scored=False, ends_prompt=ends) for ends in (False, True))

@@ -23,7 +23,7 @@ from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.grammar_masks import root_masks
 from specdec.runtime.launches import HostCopy, Launch, copy_to_host
-from specdec.runtime.prompts.prompt_budget import PromptGap, PromptLoad
+from specdec.runtime.prompts.prompt_budget import Division, PromptGap, PromptLoad
 from specdec.runtime.prompts.prompt_scores import ChunkScoring, scoring_of
 from specdec.runtime.request import Request
 from specdec.runtime.rounds.captured_prompts import PromptForwards, PromptParts
@@ -34,7 +34,7 @@ from specdec.runtime.rounds.prompt_chunks import (
     draw_first_tokens,
     score_chunk,
 )
-from specdec.runtime.rounds.prompt_sizes import PartShare
+from specdec.runtime.rounds.prompt_sizes import SIZES_IN_PARTS
 from specdec.runtime.rounds.result import NO_DRAFT, RoundShape
 from specdec.runtime.scheduler import RequestBatch, Scheduler
 from specdec.sampling.log_probs import max_logprobs
@@ -169,9 +169,13 @@ class Prefill:
         return PromptReading(batch, chunk_len, done, scoring, parts)
 
 
-def part_shares(state: DeviceState, *, captured: bool) -> Sequence[PartShare]:
-    """The parts in which forwards over prompts are divided among steps; empty: they are not."""
+def division_of(state: DeviceState, *, captured: bool) -> Division | None:
+    """How forwards over prompts are divided among steps; None: they are not.
+
+    A GPU takes as long for one token as for 64, and reads 256 in two or three steps; on a CPU each token takes time.
+    """
     if not state.target.can_pause or not (captured or state.device.type == "cpu"):
-        return ()
+        return None
     states = state.states_needed(scored=False, ends_prompt=False)
-    return divide(state, states, captured=captured)[1]
+    shares = divide(state, states, captured=captured)[1]
+    return Division(shares, SIZES_IN_PARTS[-1], SIZES_IN_PARTS[0]) if captured else Division(shares, 32, 1)

@@ -1,7 +1,7 @@
 """How many prompt tokens a step reads, and of which requests. It bounds the time that decoding requests wait.
 
     step      a round of all that decode | prompts: at most GAP_SHARE of a round for each request without a token
-    prompts   the largest size of `token_buckets` whose forward is expected to take no longer
+    prompts   seconds = forward + token * T + pair * X           T tokens that see X earlier tokens in all
 
 So one long prompt lengthens each step by at most half a round, while a queue of prompts is read in large steps, for
 throughput. Rounds are timed whenever they run. Prompts are timed when the engine is made (GPU), or whenever they run,
@@ -16,15 +16,17 @@ prompt that passes it waits for at most twice its own tokens, and for prompts sh
 This file knows no request and no page, and reads no clock: if pages are short, a prompt gets less than its share.
 """
 
-from bisect import bisect
 from collections.abc import Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from specdec.config import EngineConfig
 from specdec.gpu.mirrored_array import IntArray
-from specdec.runtime.rounds.prompt_sizes import SIZES_IN_PARTS, PartShare, token_buckets
+from specdec.runtime.rounds.prompt_sizes import MIN_LONG_TOKENS, PartShare, captured_size
 
 IDLE_STEPS = 4
 """While no request decodes, prompts that would take at most this many steps are read in one."""
@@ -56,41 +58,39 @@ MIN_CAP = 512
 ROUND_DECAY = 0.8
 """Weight of earlier rounds in the average time of a round, after one more."""
 
-LEARNING_RATE = 0.25
-"""Share of a forward's surprise (its time over the expected one, less 1) that the learned times take over at once."""
-
-FIRST_GUESS = np.array([8.0, 1.0, 1 / 4096])
-"""Times of a forward, a token and a pair of tokens, as multiples of a token's, before forwards have shown them."""
+COST_DECAY = 0.97
+"""Weight of earlier forwards in the fitted cost of prompts, after one more."""
 
 MAX_SURPRISE = 2.0
 """A measured time above this multiple of the expected time is clipped to it: the forward was probably interrupted. If
 the device has really become slower, the expectation follows within a few forwards."""
+
+Numbers = npt.NDArray[np.float64]
+UNITS = np.array([1.0, 1e3, 1e6])  # scale of the three unknowns: per forward, token, pair
 
 
 class PromptBudget(NamedTuple):
     """Upper bounds on the prompt tokens of a step: `while_decoding` while other requests decode, `while_idle` while
     none does, and `chunk` for one request.
 
-    sizes_in_parts: tokens of a forward that is divided among steps. The smallest is also the lower bound of a step
-    while other requests decode. user_set: the user set `max_prefill_tokens`.
+    user_set: the user set `max_prefill_tokens`. min_tokens: lower bound while other requests decode.
     """
 
     while_decoding: int
     while_idle: int
     chunk: int = 512
-    sizes_in_parts: tuple[int, ...] = (16, 32)
     user_set: bool = False
+    min_tokens: int = 16
 
     @classmethod
     def from_config(cls, config: EngineConfig, device_type: str, *, recurrent: bool = False) -> "PromptBudget":
         """Bounds from the user's settings, or the defaults of the device. recurrent: the target has such layers.
 
-        A GPU reads thousands of tokens in the time of a few rounds, and is more efficient with more tokens per forward;
-        it takes as long for one token as for 64, and reads 256 in two or three steps. On a CPU every token takes time,
-        so a step reads about as many tokens as a round of twenty requests verifies.
+        A GPU reads thousands of tokens in the time of a few rounds, and is more efficient with more tokens per forward.
+        On a CPU every token takes time, so a step reads about as many tokens as a round of twenty requests verifies.
         """
         chunk = STATE_CHUNK if recurrent else MAX_BUDGET
-        usual = cls(96, 384) if device_type == "cpu" else cls(MAX_BUDGET, MAX_BUDGET, chunk, SIZES_IN_PARTS)
+        usual = cls(96, 384, 512) if device_type == "cpu" else cls(MAX_BUDGET, MAX_BUDGET, chunk, min_tokens=64)
         if (most := config.max_prefill_tokens) is not None:
             usual = usual._replace(while_decoding=most, while_idle=most, user_set=True)
         return usual if config.prefill_chunk is None else usual._replace(chunk=config.prefill_chunk)
@@ -112,105 +112,114 @@ class PromptLoad(NamedTuple):
         """Load of runs of `length` [R] tokens, each after `start` [R] earlier ones."""
         return cls(int(length.sum()), float((length * (start + length / 2)).sum()))
 
-    @classmethod
-    def after_prefix(cls, tokens: int, prefix: int, chunk: int | None = None) -> "PromptLoad":
-        """Load of this many tokens after `prefix` earlier ones; at most `chunk` of each request, if it is given."""
-        return cls(tokens, tokens * (prefix + min(tokens, chunk or tokens) / 2))
+
+class Division(NamedTuple):
+    """How forwards over few prompt tokens are divided among steps.
+
+    max_tokens: forwards over more tokens are not divided. min_tokens: fewer tokens take as long as this many.
+    """
+
+    shares: Sequence[PartShare]
+    max_tokens: int
+    min_tokens: int
 
 
 class PromptCost:
-    """Expected seconds of a forward over prompts.
+    """Seconds of a forward over prompts, as three non-negative numbers: least squares of the relative error.
 
-    timed     a line through the measured sizes, in proportion beyond them;   + pair * (pairs after a prefix)
-    learned   forward + token * (tokens) + pair * (pairs)                     if no forward was timed alone
+    They are fitted to forwards that were timed alone (`time`), or, if there are none, to all forwards of requests
+    (`learn`), with less weight for old ones.
     """
 
     def __init__(self) -> None:
-        self._sizes: list[int] = [0]
-        self._seconds: list[float] = [0.0]
-        self._pair = 0.0
-        self._learned = np.zeros(3)  # seconds of a forward, a token and a pair
-
-    @property
-    def is_timed(self) -> bool:
-        return len(self._sizes) > 1
+        self._equations = np.zeros((3, 4))  # normal equations: [3, 3] and the right side
+        self._seconds = np.zeros(3)  # solution, per unit
+        self._is_fitted = True
+        self._whole: dict[int, float] = {}  # seconds of timed whole prompts, by their tokens
 
     @property
     def is_known(self) -> bool:
-        return self.is_timed or bool(self._learned.any())
+        return bool(self._equations.any())
 
-    def time(self, tokens: int, seconds: float, prefix: int = 0) -> None:
-        """Add a forward over `tokens` tokens of a prompt, after `prefix` earlier ones, that was timed with nothing else
-        on the device. Forwards without a prefix come first."""
-        if prefix:
-            self._pair = max(self._pair, (seconds - self._without_prefix(tokens)) / (tokens * prefix))
-            return
-        place = bisect(self._sizes, tokens)
-        self._sizes.insert(place, tokens)
-        self._seconds.insert(place, seconds)
+    def time(self, load: PromptLoad, seconds: float) -> None:
+        """Fit a forward that was timed with nothing else on the device."""
+        self._add(load, seconds)
+        if load.pairs <= load.tokens**2:
+            self._whole[load.tokens] = seconds
 
     def learn(self, load: PromptLoad, seconds: float) -> None:
-        """Learn from a forward over prompts of requests. Ignored if forwards were timed alone.
-
-        Each of the three times takes its share of the surprise: its share of the expected time. So none becomes
-        negative, and one that hardly matters for this load hardly changes.
-        """
-        if self.is_timed or load.tokens == 0 or seconds <= 0:
+        """Fit a forward over prompts of requests. Ignored if forwards were timed alone."""
+        if self._whole or load.tokens == 0 or seconds <= 0:
             return
-        counts = np.array([1.0, *load])
-        if not self.is_known:
-            self._learned = FIRST_GUESS * seconds / (FIRST_GUESS @ counts)
-        expected = self._learned * counts
-        surprise = min(seconds / expected.sum(), MAX_SURPRISE) - 1
-        self._learned *= 1 + LEARNING_RATE * surprise * expected / expected.sum()
+        if self.is_known:
+            seconds = min(seconds, MAX_SURPRISE * self.seconds(load))
+        self._fitted()  # solved before older forwards lose weight
+        self._equations *= COST_DECAY
+        self._add(load, seconds)
 
     def seconds(self, load: PromptLoad) -> float:
         """Expected seconds of a forward over this load. Requires `is_known`."""
-        if self.is_timed:
-            return self._without_prefix(load.tokens) + self._pair * max(0.0, load.pairs - load.tokens**2 / 2)
-        forward, token, pair = self._learned.tolist()
-        return float(forward + token * load.tokens + pair * load.pairs)
+        whole = self._whole.get(load.tokens)
+        if whole is None:
+            return float(self._fitted() @ _counts(load))
+        pair = float(self._fitted()[2] / UNITS[2])
+        return whole + pair * max(0.0, load.pairs - load.tokens**2 / 2)
 
-    def _without_prefix(self, tokens: int) -> float:
-        most = self._sizes[-1]
-        return float(np.interp(min(tokens, most), self._sizes, self._seconds)) * max(1.0, tokens / most)
+    def tokens_within(self, seconds: float, prefix: int, chunk: int) -> int:
+        """How many prompt tokens can be read in this time: at most `chunk` of each request, after `prefix` tokens each.
+
+        A forward over few tokens takes as long as one over a single token, but the fitted line does not show it. So the
+        result is at least the largest timed forward that fits.
+        """
+        forward, token, pair = (self._fitted() / UNITS).tolist()
+        tokens = (seconds - forward) / max(token + pair * prefix, 1e-12)
+        tokens = (seconds - forward) / max(token + pair * (prefix + max(0.0, min(tokens, chunk)) / 2), 1e-12)
+        timed = (count for count, spent in self._whole.items() if spent + pair * count * prefix <= seconds)
+        return int(min(max(0.0, tokens, max(timed, default=0)), 1e9))
+
+    def _add(self, load: PromptLoad, seconds: float) -> None:
+        row = _counts(load) / seconds  # so that errors are relative
+        self._equations += np.outer(row, np.append(row, 1.0))
+        self._is_fitted = False
+
+    def _fitted(self) -> Numbers:
+        if not self._is_fitted:
+            self._seconds, self._is_fitted = _least_squares(self._equations, self._seconds), True
+        return self._seconds
 
 
 class PromptGap:
     """Measured times of one engine's rounds and prompts, and the prompt tokens per step that follow from them.
 
-    budget: upper bounds on these tokens. shares: the parts in which forwards over few tokens are divided among steps;
-    empty: they are not. round: decaying average of recent rounds, 0.0 before the first. longest_round: the longest one
-    timed when the engine was made, 0.0 if none was. ending: additional seconds of a forward that ends a prompt, if only
-    such a forward runs the last layers.
+    budget: upper bounds on these tokens. division: how forwards over few tokens are divided among steps; None: they are
+    not. round: decaying average of recent rounds, 0.0 before the first. longest_round: the longest one timed when the
+    engine was made, 0.0 if none was. ending: additional seconds of a forward that ends a prompt, if only such a forward
+    runs the last layers.
     """
 
-    def __init__(self, budget: PromptBudget, shares: Sequence[PartShare] = ()) -> None:
+    def __init__(self, budget: PromptBudget, division: Division | None = None) -> None:
         self.budget = budget
-        self.shares = shares
+        self.division = division
         self.cost = PromptCost()
         self.round = 0.0
         self.longest_round = 0.0
         self.ending = 0.0
-
-    @property
-    def is_known(self) -> bool:
-        """Have rounds and prompts been timed?"""
-        return self.round > 0.0 and self.cost.is_known
 
     def learn_round(self, seconds: float) -> None:
         """Update the average with the seconds of a round."""
         self.round = seconds if self.round == 0.0 else ROUND_DECAY * self.round + (1 - ROUND_DECAY) * seconds
 
     def cap_budget(self) -> None:
-        """Cap the budget to the tokens that can be read within PROMISED_GAP minus the longest round, but not below
-        MIN_CAP."""
+        """Cap the budget to the tokens that can be read within PROMISED_GAP minus the longest round. The cap is at
+        least MIN_CAP, and rounded to few sizes."""
         budget = self.budget
-        if not budget.user_set:
-            cap = max(MIN_CAP, self._fitting(PROMISED_GAP - self.longest_round, 0, MAX_BUDGET))
-            self.budget = budget._replace(
-                while_decoding=min(cap, budget.while_decoding), while_idle=min(cap, budget.while_idle)
-            )
+        if budget.user_set:
+            return
+        fitting = self.cost.tokens_within(PROMISED_GAP - self.longest_round, 0, budget.chunk)
+        cap = max(MIN_CAP, min(fitting, MIN_LONG_TOKENS) // 256 * 256, captured_size(fitting))
+        self.budget = budget._replace(
+            while_decoding=min(cap, budget.while_decoding), while_idle=min(cap, budget.while_idle)
+        )
 
     def tokens(self, num_waiting: int, prefix: int) -> int:
         """How many prompt tokens a step may read while other requests decode.
@@ -219,61 +228,64 @@ class PromptGap:
         read of any prompt in the step.
         """
         budget = self.budget
-        if budget.user_set or not self.is_known:
+        if budget.user_set or self.round == 0.0 or not self.cost.is_known:
             return budget.while_decoding
-        fewest, *_, most = budget.sizes_in_parts
-        tokens = self._fitting(self._seconds_within(GAP_SHARE, num_waiting), prefix, budget.while_decoding)
-        if tokens < most and self.shares:
-            fitting = [size for size in budget.sizes_in_parts if self._fits_in_parts(size, prefix, num_waiting)]
-            tokens = max(fitting, default=fewest)
-        return min(max(tokens, fewest), budget.while_decoding)
+        fitting = self.cost.tokens_within(self._seconds_allowed(GAP_SHARE, num_waiting), prefix, budget.chunk)
+        if fitting >= budget.while_decoding:
+            return budget.while_decoding
+        if self.division is not None and fitting < self.division.max_tokens:
+            return min(self._tokens_in_parts(self.division, num_waiting, prefix), budget.while_decoding)
+        return min(max(budget.min_tokens, captured_size(fitting)), budget.while_decoding)
 
     def seconds_allowed(self, num_waiting: int, load: PromptLoad) -> float | None:
         """Seconds of a step that a divided forward over this load may take while other requests decode; None: the
         forward is not divided."""
-        if self.budget.user_set or not self.is_known or not self.shares:
+        if self.budget.user_set or self.round == 0.0 or not self.cost.is_known or self.division is None:
             return None
-        fits_whole = self.cost.seconds(load) <= self._seconds_within(GAP_SHARE, num_waiting)
-        if fits_whole or load.tokens > self.budget.sizes_in_parts[-1]:
+        fits_whole = self.cost.seconds(load) <= self._seconds_allowed(GAP_SHARE, num_waiting)
+        if fits_whole or load.tokens > self.division.max_tokens:
             return None
-        return self._seconds_within(PART_SHARE, num_waiting)
+        return self._seconds_allowed(PART_SHARE, num_waiting)
 
     def part_seconds(self, load: PromptLoad, share: PartShare) -> float:
         """Expected seconds of a part of a forward over this load."""
         whole = self.cost.seconds(load)
-        forward = min(whole, self.cost.seconds(PromptLoad.after_prefix(load.tokens, 0)))
+        forward = min(whole, self.cost.seconds(PromptLoad(load.tokens, load.tokens**2 / 2)))  # without prefixes
         return forward * share.forward + (whole - forward) * share.pairs + self.ending * share.ending
+
+    def _seconds_allowed(self, share: float, num_waiting: int) -> float:
+        return min(share * max(1, num_waiting) * self.round, PROMISED_GAP - self.round)
+
+    def _tokens_in_parts(self, division: Division, num_waiting: int, prefix: int) -> int:
+        """Most tokens of a divided forward whose parts each fit a step and together fit MAX_STEPS."""
+        seconds = self._seconds_allowed(PART_SHARE, num_waiting)
+        tokens = division.max_tokens
+        while tokens > division.min_tokens:
+            load = PromptLoad(tokens, tokens * (prefix + tokens / 2))
+            parts = [self.part_seconds(load, share) for share in division.shares]
+            if max(parts) <= seconds and sum(parts) <= MAX_STEPS * seconds:
+                break
+            tokens //= 2
+        return tokens
 
     def longest_gap(self, longest: int) -> float:
         """The longest time between two tokens of a decoding request, in seconds, while one prompt of up to `longest`
         tokens is read. 0.0 until rounds and prompts have been timed."""
-        if not self.is_known:
+        if self.round == 0.0 or not self.cost.is_known:
             return 0.0
         spent = 0.0
         for prefix in (0, longest):
-            load = PromptLoad.after_prefix(min(self.tokens(1, prefix), longest, self.budget.chunk), prefix)
+            tokens = min(self.tokens(1, prefix), longest)
+            if not self.budget.user_set:
+                tokens = min(tokens, self.budget.chunk)
+            load = PromptLoad(tokens, tokens * (prefix + tokens / 2))
             seconds = self.seconds_allowed(1, load)
-            if seconds is None:
+            if seconds is None or self.division is None:
                 spent = max(spent, self.cost.seconds(load) + self.ending)
             else:
-                spent = max(spent, seconds, self.ending, *(self.part_seconds(load, share) for share in self.shares))
+                parts = [self.part_seconds(load, share) for share in self.division.shares]
+                spent = max(spent, seconds, self.ending, *parts)
         return max(self.round, self.longest_round) + spent
-
-    def _seconds_within(self, share: float, num_waiting: int) -> float:
-        return min(share * max(1, num_waiting) * self.round, PROMISED_GAP - self.round)
-
-    def _fitting(self, seconds: float, prefix: int, limit: int) -> int:
-        """The largest size up to `limit` whose forward after `prefix` tokens takes at most this time; 0: none."""
-        for tokens in (limit, *reversed(token_buckets(limit))):
-            if self.cost.seconds(PromptLoad.after_prefix(tokens, prefix, self.budget.chunk)) <= seconds:
-                return tokens
-        return 0
-
-    def _fits_in_parts(self, tokens: int, prefix: int, num_waiting: int) -> bool:
-        """Does each part of a forward over these tokens fit a step, and do all together fit MAX_STEPS?"""
-        load, seconds = PromptLoad.after_prefix(tokens, prefix), self._seconds_within(PART_SHARE, num_waiting)
-        parts = [self.part_seconds(load, share) for share in self.shares]
-        return max(parts) <= seconds and sum(parts) <= MAX_STEPS * seconds
 
 
 class UnreadPrompt(NamedTuple):
@@ -307,3 +319,30 @@ def share_tokens(prompts: Sequence[UnreadPrompt], budget: int, chunk: int) -> li
             if left == others:
                 break
     return given
+
+
+def _counts(load: PromptLoad) -> Numbers:
+    counts: Numbers = np.array([1.0, load.tokens, load.pairs]) / UNITS
+    return counts
+
+
+def _least_squares(equations: Numbers, before: Numbers) -> Numbers:
+    """Non-negative least squares of three unknowns: the best solution over all subsets. Unknowns that the equations do
+    not determine (for example if all loads were alike) stay near `before`.
+
+    It avoids np.linalg, which sets numpy's error state while it runs: an interrupt could leave it set."""
+    square, right = equations[:, :3], equations[:, 3]
+    damping = np.diag(1e-6 * square.diagonal() + 1e-12 * np.trace(square))
+    square, right = square + damping, right + damping @ before
+    best, found = 0.0, np.zeros(3)
+    for kept in _SUBSETS:
+        part = square[np.ix_(kept, kept)]
+        some = torch.linalg.solve(torch.from_numpy(part), torch.from_numpy(right[kept])).numpy()
+        error = float(some @ part @ some - 2 * right[kept] @ some)
+        if (some >= 0).all() and error < best:
+            best, found = error, np.zeros(3)
+            found[kept] = some
+    return found
+
+
+_SUBSETS: Sequence[list[int]] = [list(kept) for size in (1, 2, 3) for kept in combinations(range(3), size)]

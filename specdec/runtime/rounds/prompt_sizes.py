@@ -34,3 +34,10 @@ def token_buckets(limit: int) -> list[int]:
         sizes += [size * quarters // 4 for quarters in ((4, 6) if size < MIN_LONG_TOKENS else (4, 5, 6, 7))]
         size *= 2
     return [size for size in sizes if size <= limit]
+
+
+def captured_size(tokens: int) -> int:
+    """Round down to a power of two, or from MIN_LONG_TOKENS on to a quarter step between two. Few shapes are captured,
+    but padding takes as long as tokens."""
+    step = 1 << max(0, tokens.bit_length() - (3 if tokens >= MIN_LONG_TOKENS else 1))
+    return tokens // step * step
