@@ -38,6 +38,9 @@ LAYERS_A_PART = 3
 """Layers per captured part. Each part is a launch, so there should be few parts; yet a part of a long prompt should fit
 half a round."""
 
+LAST_LAYERS_A_PART = 3
+"""A part whose layers run only for last tokens has this many times as many layers."""
+
 MAX_LOGITS = 1 << 24
 """Logits per tile: 64 rows of a vocabulary of 262,144. Reducing them takes about 24 bytes of memory per logit."""
 
@@ -96,21 +99,27 @@ def read_chunk(
 def divide(state: DeviceState, needed: StatesNeeded, *, captured: bool) -> tuple[list[int], list[PartShare]]:
     """Divide a forward into parts: of one layer, or of at most LAYERS_A_PART if it is captured. Returns the layer
     number at which each part ends, and its share of the time: in proportion to its layers; for attention, to those
-    layers in which every token sees the whole prefix. Layers that run only for last tokens are one part."""
+    layers in which every token sees the whole prefix."""
     target, layers_a_part = state.target, LAYERS_A_PART if captured else 1
     num_layers = len(target.layout.layers)
     narrow = None if needed is StatesNeeded.EVERY else target.narrows_at(state.aux_layers)
     every = num_layers if narrow is None else narrow + 1
     sees_all = [target.windows[layer] is None and layer != narrow for layer in range(every)]
-    number = -(-every // layers_a_part)
-    layer_ends, shares = [every * end // number for end in range(1, number + 1)], []
+    layer_ends, shares = _evenly(0, every, layers_a_part), []
     for begin, end in pairwise([0, *layer_ends]):
         forward = (end - begin) / every
         shares.append(PartShare(forward, sum(sees_all[begin:end]) / sum(sees_all) if any(sees_all) else forward))
     if needed is StatesNeeded.LAST and every < num_layers:
-        layer_ends.append(num_layers)
-        shares.append(PartShare(0.0, 0.0, 1.0))
+        last = _evenly(every, num_layers, layers_a_part * LAST_LAYERS_A_PART)
+        shares += [PartShare(0.0, 0.0, (end - begin) / (num_layers - every)) for begin, end in pairwise([every, *last])]
+        layer_ends += last
     return layer_ends, shares
+
+
+def _evenly(begin: int, end: int, max_layers: int) -> list[int]:
+    """Divide these layers into as few parts of at most `max_layers` as possible. Returns the ends of the parts."""
+    count = -(-(end - begin) // max_layers)
+    return [begin + (end - begin) * number // count for number in range(1, count + 1)]
 
 
 @torch.inference_mode()
