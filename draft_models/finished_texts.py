@@ -6,9 +6,9 @@ first.
     order     all places, sorted by context (a suffix array of reversed text). The places that share most tokens
               with a given context are next to its insertion point
 
-The host adds texts to the ring and drops old ones. It sends the changed cells and the new places, sorted by context: a
-few numbers per token added or dropped. The device has the order. It compares with many places of it at once, to insert
-places and to look up rows: a few launches for any number of rows and any T.
+The host inserts a text by binary search and drops old texts. It sends the device the changed cells, and the points at
+which places joined the order: a few numbers per token added or dropped. The device moves the rest of the order itself.
+To look up rows, the device compares with many places at once: a few launches for any number of rows and any T.
 
 Texts and rows have a salt, and a row finds only texts with its own salt: each token is stored together with its salt's
 number.
@@ -16,7 +16,7 @@ number.
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -43,9 +43,6 @@ FAN = 512
 """Parts into which each step of the device's search divides the order: 260,000 tokens take two steps, 100 million
 three."""
 
-NEW_FAN = 8
-"""FAN of the search for new places, of which there may be thousands at once."""
-
 
 class StoredMatches(NamedTuple):
     """Places in finished texts that continue a row's text. cells: [T]. place: [B, P]. matched: [B, P] number of equal
@@ -67,26 +64,37 @@ class FinishedTexts:
     def __init__(self, size: int, num_rows: int, device: torch.device) -> None:
         self.size = size
         self.salt_of_row = MirroredArray((num_rows,), device)  # number of each row's salt
+        self._salts = [b""] * num_rows
         self._count = itertools.count()
-        self._texts: deque[tuple[int, int]] = deque()  # (cells, number of the salt) of each, oldest first
+        self._texts: deque[tuple[int, bytes]] = deque()  # (cells, salt) of each, oldest first
         self._ring = max(size, MATCH)  # cells; a context never wraps around fully
         self._cells: IntArray = np.full(self._ring, NOTHING, dtype=np.int64)
-        self._changed = np.zeros(self._ring, dtype=bool)  # cells to send: their old places leave the order
-        self._new = np.zeros(self._ring, dtype=bool)  # places that join the order then
+        self._stale = np.zeros(self._ring, dtype=bool)  # cells changed since then: their places left the order
+        self._fresh = np.zeros(self._ring, dtype=bool)  # places that joined since then
         self._device = torch.zeros(2 * self._ring + 1, dtype=torch.int64, device=device)  # cells, order, its length
         self.clear()
 
     def clear(self) -> None:
         self._texts.clear()
-        self._numbers: dict[bytes, int] = {}  # of each salt
-        self.salt_of_row[:] = self._number(b"")
-        self._first = self.num_tokens = 0  # first cell of the oldest text, cells in use: at most `size`
+        self._numbers = {b"": next(self._count)}  # of each salt
+        self._salts = [b""] * len(self._salts)
+        self.salt_of_row[:] = self._numbers[b""]
+        self._first = self._used = 0  # first cell of the oldest text, cells in use
         self._cells[:] = NOTHING
-        self._changed[:] = self._new[:] = False
+        self._order: IntArray = np.zeros(0, dtype=np.int64)  # replaced as a whole
+        self._sent = self._order  # the device's copy
+        self._stale[:] = self._fresh[:] = False
         self._device[: self._ring].fill_(NOTHING)
         self._device[self._ring :].zero_()
+        self._changed = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Cells in use, at most `size`."""
+        return self._used
 
     def set_salt(self, row: int, salt: bytes) -> None:
+        self._salts[row] = salt
         self.salt_of_row[row] = self._number(salt)
 
     def add(self, tokens: Sequence[int], begin: int, salt: bytes) -> None:
@@ -95,37 +103,38 @@ class FinishedTexts:
             return
         first = max(0, begin - MATCH, len(tokens) - self.size + 1)
         text = np.array([*tokens[first:], NOTHING], dtype=np.int64)
-        number = self._number(salt)
-        text[:-1] += number << SALT_SHIFT
+        text[:-1] += self._number(salt) << SALT_SHIFT
         num_output = min(len(tokens) - begin, len(text) - 1)
         self._make_room(len(text))
-        cells = (self._first + self.num_tokens + np.arange(len(text))) % self._ring
-        self._cells[cells], self._changed[cells] = text, True
-        self._new[cells[len(text) - 1 - num_output : -1]] = True
-        self._texts.append((len(text), number))
-        self.num_tokens += len(text)
+        cells = (self._first + self._used + np.arange(len(text))) % self._ring
+        self._cells[cells], self._stale[cells] = text, True
+        self._texts.append((len(text), salt))
+        self._used += len(text)
+        self._insert(cells[len(text) - 1 - num_output : -1])
+        self._changed = True
 
     def flush(self) -> None:
-        """Send the changes made by `add`, without waiting for the device, which closes the order up where places have
-        left and inserts the new places, each after equal contexts."""
-        changed = np.flatnonzero(self._changed)
-        if not len(changed):
+        """Send the changes made by `add`, without waiting for the device.
+
+        An entry that stays in the order moves by the number of places that joined before it, less those that left.
+        """
+        if not self._changed:
             return
-        parts = [changed, self._cells[changed], self._sorted_places(np.flatnonzero(self._new))]
-        where, tokens, places = upload(np.concatenate(parts), self._device.device).split([len(part) for part in parts])
+        stale, points = np.flatnonzero(self._stale), np.flatnonzero(self._fresh[self._order])
+        gone = np.flatnonzero(self._stale[self._sent])
+        before = gone - np.arange(len(gone))  # staying places before each place that left
+        closed = before + np.searchsorted(points - np.arange(len(points)), before, side="right")
+        breaks, by = np.concatenate([points, closed]), np.repeat([-1, 1], [len(points), len(closed)])
+        parts = [stale, self._cells[stale], points, self._order[points], breaks, by, np.array([len(self._order)])]
+        sent = upload(np.concatenate(parts), self._device.device).split([len(part) for part in parts])
         cells, order, count = self._device.split([self._ring, self._ring, 1])
-        cells.index_copy_(0, where, tokens)
+        cells.index_copy_(0, sent[0], sent[1])
         numbers = torch.arange(self._ring, device=order.device)
-        stays = (numbers < count) & ~torch.zeros_like(order, dtype=torch.bool).index_fill_(0, where, True)[order]
-        kept = order.new_zeros(self._ring + 1)  # the last cell is for those that leave
-        kept.scatter_(0, torch.where(stays, stays.cumsum(0) - 1, self._ring), order)
-        count.copy_(stays.sum())
-        points = insertion_points(cells, kept[:-1], count, contexts(cells, places), NEW_FAN)
-        joined = points + numbers[: len(places)]
-        moved = numbers - torch.zeros_like(numbers).index_fill_(0, joined, 1).cumsum(0)  # index in `kept` of each
-        order.copy_(kept[moved.clamp(min=0)].index_copy_(0, joined, places))
-        count += len(places)
-        self._changed[:] = self._new[:] = False
+        moved = numbers + torch.zeros_like(order).index_add_(0, sent[4], sent[5]).cumsum(0)  # old index of each
+        order.copy_(order[moved.clamp(0, self._ring - 1)].index_copy_(0, sent[2], sent[3]))
+        count.copy_(sent[6])
+        self._sent = self._order
+        self._stale[:] = self._fresh[:] = self._changed = False
 
     def matches(self, newest: torch.Tensor, rows: torch.Tensor) -> StoredMatches:
         """The `NEAREST` places (or all, if fewer) whose contexts are next in the order to `newest` [B, MATCH]: the
@@ -145,26 +154,35 @@ class FinishedTexts:
     def _number(self, salt: bytes) -> int:
         """Number of a salt. It is never reused, even after a salt is forgotten."""
         if salt not in self._numbers:
-            held = {*self.salt_of_row.host.tolist(), *(number for _, number in self._texts)}
-            self._numbers = {other: number for other, number in self._numbers.items() if number in held}
+            held = {b"", *self._salts, *(other for _, other in self._texts)}
+            self._numbers = {other: number for other, number in self._numbers.items() if other in held}
             self._numbers[salt] = next(self._count)
         return self._numbers[salt]
 
     def _make_room(self, length: int) -> None:
         """Drop the oldest texts until `length` cells are free."""
         dropped = 0
-        while self.num_tokens - dropped + length > self.size:
+        while self._used - dropped + length > self.size:
             dropped += self._texts.popleft()[0]
-        cells = (self._first + np.arange(dropped)) % self._ring
-        self._cells[cells], self._changed[cells], self._new[cells] = NOTHING, True, False
-        self._first, self.num_tokens = (self._first + dropped) % self._ring, self.num_tokens - dropped
+        if dropped:
+            cells = (self._first + np.arange(dropped)) % self._ring
+            gone = np.zeros(self._ring, dtype=bool)
+            gone[cells] = True
+            self._cells[cells], self._stale[cells], self._fresh[cells] = NOTHING, True, False
+            self._order = self._order[~gone[self._order]]
+            self._first, self._used = (self._first + dropped) % self._ring, self._used - dropped
 
-    def _sorted_places(self, places: IntArray) -> IntArray:
-        """Places [N] by their contexts, equal ones by age."""
-        places = places[((places - self._first) % self._ring).argsort()]
-        own = contexts(torch.from_numpy(self._cells), torch.from_numpy(places))  # [N, MATCH]
+    def _insert(self, places: IntArray) -> None:
+        """Insert these places [N] into the order, each after equal contexts."""
+        cells, found = torch.from_numpy(self._cells), torch.from_numpy(places)
+        own = contexts(cells, found)  # [N, MATCH]
         as_text = (own - BEFORE).numpy().astype(">i8").view(f"S{8 * MATCH}")[:, 0]  # sorts 10x faster than columns
-        return places[as_text.argsort(kind="stable")]
+        by_context = as_text.argsort(kind="stable")
+        count = torch.tensor([len(self._order)])
+        order = torch.from_numpy(np.append(self._order, 0))  # one more, so an empty order can be read
+        points = insertion_points(cells, order, count, own[by_context], 2)
+        self._order = np.insert(self._order, points.numpy(), places[by_context])
+        self._fresh[places] = True
 
 
 def contexts(cells: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -184,10 +202,7 @@ def insertion_points(
     """
     point = wanted.new_zeros(len(wanted))
     parts = torch.arange(1, fan, device=wanted.device)
-    span = 1  # powers of `fan` that suffice to count to the order's size, largest first
-    while span * fan <= len(order):
-        span *= fan
-    while span:
+    for span in _spans(len(order), fan):
         last = point[:, None] + span * parts - 1  # [Q, fan - 1] of each part but the last
         found = contexts(cells, order[last.clamp(max=len(order) - 1)])
         asked = wanted[:, None].expand_as(found)
@@ -195,5 +210,14 @@ def insertion_points(
         first = equal.clamp(max=MATCH - 1)  # first difference; the last index if none
         smaller = (found.gather(-1, first) <= asked.gather(-1, first))[..., 0]
         point = point + span * (smaller & (last < count)).sum(-1)
-        span //= fan
     return point
+
+
+def _spans(size: int, fan: int) -> Iterator[int]:
+    """Powers of `fan` that suffice to count to `size`, largest first."""
+    span = 1
+    while span * fan <= size:
+        span *= fan
+    while span:
+        yield span
+        span //= fan

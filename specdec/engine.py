@@ -47,8 +47,7 @@ from specdec.runtime.prompts.prefixes import PrefixPolicy
 from specdec.runtime.prompts.prompt_budget import PromptBudget, PromptGap
 from specdec.runtime.request import Request
 from specdec.runtime.request_output import GenerationOutput, StreamDelta
-from specdec.runtime.rounds.captured_prompts import CapturedPrompts
-from specdec.runtime.rounds.captured_rounds import CapturedRounds, capture_for
+from specdec.runtime.rounds.captured_rounds import capture_for
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.scheduler import Scheduler, slots_needed
 from specdec.runtime.sizing import lookahead_slots, make_cache
@@ -110,7 +109,7 @@ class Engine:
         self.table = self.cache.table
         memory = capture  # before the sanitizer wraps it
         backend, capture = sanitized(self.cache, backend, capture)
-        self.state = DeviceState(target, drafter, self.cache, backend, spec, config)
+        self.state = state = DeviceState(target, drafter, self.cache, backend, spec, config)
         shared = self.cache if arguments.caches_prefixes(config, target, drafter) else None
         lag = None if self.state.lag is None else self.state.lag.count
         self.prefixes = PrefixPolicy(shared, self.state.weights.version, lag)
@@ -124,16 +123,19 @@ class Engine:
             prefixes=self.prefixes,
             context_len=target.context_length.max_len,
         )
-        captured_rounds = captured_prompts = draft_policy = None
+        draft_policy = None
         if drafter is not None and spec.adaptive:
             ladder = draft_ladder(spec, captured=capture is not None, lookup=self.state.has_lookup)
             draft_policy = DraftPolicy(ladder, self.table.max_requests + 1)
-        if capture is not None:
-            strict = config.cuda_graphs is True
-            store = CaptureStore(capture, memory, config.max_capture_bytes or default_budget(*target.devices))
-            captured_rounds = CapturedRounds(self.state, store, strict=strict)
-            captured_prompts = CapturedPrompts(self.state, store, strict=strict)
-        self.steps = Steps(self.scheduler, self.state, self.spec, draft_policy, captured_rounds, captured_prompts)
+        store = CaptureStore(
+            capture,
+            memory,
+            None if capture is None else config.max_capture_bytes or default_budget(*target.devices),
+            weights_generation=state.weights.generation,
+            view_key=lambda: state.view.key,
+            strict=config.cuda_graphs is True,
+        )
+        self.steps = Steps(self.scheduler, self.state, self.spec, draft_policy, store)
         self._conventions = ConventionWatch(target, drafter)
         self._faults = StepFaults(self.scheduler, self.steps.launches)
         self.request_builder = RequestBuilder(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
@@ -424,7 +426,7 @@ class Engine:
     def _close(self) -> None:
         """Close, within a turn. If it is interrupted, the next call of `close` repeats it."""
         self.inbox.close()
-        self.steps.clear_captures()
+        self.steps.store.clear()
         self.cache.clear()
         self._cleared = True
 

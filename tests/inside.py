@@ -23,9 +23,10 @@ from specdec.runtime.prompts.prompt_budget import IDLE_STEPS, Division, PromptBu
 from specdec.runtime.prompts.prompt_scores import PromptLogProbs
 from specdec.runtime.request import Request, RequestState, restricted
 from specdec.runtime.request_output import RequestStats
+from specdec.runtime.rounds.captured_prompts import ChunkShape
 from specdec.runtime.rounds.prompt_chunks import divide
 from specdec.runtime.rounds.prompt_sizes import PartShare
-from specdec.runtime.rounds.result import RoundResult
+from specdec.runtime.rounds.result import RoundResult, RoundShape
 from specdec.runtime.scheduler import Scheduler, rank, slots_needed
 from specdec.text.detokenize import Detokenizer
 
@@ -77,12 +78,17 @@ def capture_on_tape(patch: pytest.MonkeyPatch, captured: bool = True) -> None:
 
 def captured_rounds(engine: Engine) -> dict[Any, Any]:
     """Return the captured rounds that can be replayed, by shape."""
-    return {shape: one for shape, one in engine.steps.captured_rounds._captured.items() if one is not None}
+    return captures_of(engine, RoundShape)
 
 
 def captured_prompts(engine: Engine) -> dict[Any, Any]:
     """Return the captured prompt forwards that can be replayed, by shape."""
-    return {shape: one for shape, one in engine.steps.prefill.captured_prompts._captured.items() if one is not None}
+    return captures_of(engine, ChunkShape)
+
+
+def captures_of(engine: Engine, kind: type) -> dict[Any, Any]:
+    """Return the captures that can be replayed and whose shape is of this type."""
+    return {shape: one for shape, one in engine.steps.store._captured.items() if isinstance(shape, kind)}
 
 
 def packed_values(model: torch.nn.Module) -> dict[str, torch.Tensor]:

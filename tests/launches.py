@@ -61,7 +61,7 @@ from specdec.layers.rope_store import Heads, Rotary, rope_store, rotary
 from specdec.measurement.model_shapes import SHAPES, Shrink
 from specdec.measurement.random_weights import FORMS, build_model, pack_layers
 from specdec.modules.private_copy import private_copy
-from specdec.runtime.rounds.closing import closing
+from specdec.runtime.rounds.closing import VerifiedRound, closing
 from specdec.runtime.rounds.opening import opening
 from specdec.sampling.kernel_sampler import best_tokens, sample
 from specdec.sampling.row_scores import LogitRows, SeenTokens
@@ -449,10 +449,9 @@ def open_and_close(batch: int, num_nodes: int, page_size: int, *, chain: bool) -
     opened = opening(seats, table.committed_len.tensor, tokens, integers(batch + 1), cells, depth=num_nodes)
     parents = integers(batch, num_nodes)
     tree = DraftTree(integers(batch, num_nodes), parents, parents, parents, is_chain=chain)
-    closing(
-        tree, integers(batch, num_nodes), opened.max_path, Rows(seats, 99), opened.committed_len, table, tokens,
-        integers(batch, 1 + 2 * num_nodes), width=num_nodes, depth=num_nodes,
-    )  # fmt: skip
+    rows, sizes = Rows(seats, 99), (num_nodes, num_nodes)
+    verified = VerifiedRound(tree, integers(batch, num_nodes), opened.max_path, rows, opened.committed_len, *sizes)
+    closing(verified, table, tokens, integers(batch, 1 + 2 * num_nodes))
 
 
 def stamps() -> None:

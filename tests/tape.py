@@ -93,7 +93,7 @@ def _rewrite(outs: list[torch.Tensor], again: Any, fresh: list[bool]) -> None:
 
 
 def record(program: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """Record a program, in place of a CUDA capture: a `Capture` of `specdec.runtime.rounds.captured_rounds`."""
+    """Record a program, in place of a CUDA capture: a `Capture` of `specdec.gpu.captures`."""
     tape = Tape()
     try:
         with torch.inference_mode(), _kernels_on(tape), tape:

@@ -28,7 +28,7 @@ from specdec.runtime.drafts.draft_policy import (
     RoundTimes,
     draft_ladder,
 )
-from specdec.runtime.rounds.captured_rounds import CapturedRounds
+from specdec.runtime.rounds.captured_rounds import Rounds
 from specdec.runtime.rounds.result import NO_DRAFT, DraftShape
 
 from inside import capture_on_tape
@@ -553,7 +553,7 @@ def test_a_captured_engine_has_its_table_when_it_is_made(drafter, measured, monk
     monkeypatch.setattr(specdec.runtime.warm_up, "REPEATS", 2)
     for name in ("time_rounds", *["time_prompts"] * (drafter == "tiny-gemma4-mtp")):
         monkeypatch.setattr(specdec.runtime.warm_up, name, measured[name])
-    begun, run = [], CapturedRounds.run
+    begun, run = [], Rounds.run
 
     def noted(graphs, shape):
         newest = graphs.state.cache.table.committed_len.tensor[: shape.batch, None]
@@ -563,7 +563,7 @@ def test_a_captured_engine_has_its_table_when_it_is_made(drafter, measured, monk
     config = EngineConfig(max_batch_size=2, max_model_len=200)
     params = SamplingParams(max_new_tokens=examples(8, 40), ignore_eos=True)
     with monkeypatch.context() as while_made:
-        while_made.setattr(CapturedRounds, "run", noted)
+        while_made.setattr(Rounds, "run", noted)
         engine = Engine.from_pretrained("tiny-gemma4", drafter, spec=CHAIN, config=config)
     with engine:
         random = [tokens for tokens in begun if any(tokens)]  # captures begin with zeros

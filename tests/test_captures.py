@@ -19,12 +19,11 @@ import specdec.engine
 from specdec import Engine, SamplingParams
 from specdec.errors import ConfigError
 from specdec.gpu.captures import SPARE_POOL, CaptureMemory, CaptureStore, OverBudget
-from specdec.runtime.rounds.captured_prompts import CapturedPrompts
 from specdec.runtime.rounds.captured_rounds import ROUNDS
 from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler
 from specdec.sampling.sampling_table import SamplerFeatures, SamplingTable
 
-from inside import captured_rounds
+from inside import captured_prompts, captured_rounds
 from marks import deep_cases
 
 NEW = 6
@@ -129,7 +128,7 @@ def test_a_shape_is_captured_again_when_memory_is_there(engine_with, random_prom
     """However often it failed for lack of memory: its runs until the next attempt have an upper bound."""
     tape = FailingTape(tuple(range(1, 10**6)))
     engine = engine_with(tape, max_batch_size=1)
-    graphs = engine.steps.captured_rounds
+    graphs = engine.steps.store
     for shape in list(graphs._waits):
         graphs._setbacks[shape], graphs._waits[shape] = 60, 0
         graphs.capture_next(shape, [lambda: torch.zeros(1)], ROUNDS)
@@ -159,7 +158,7 @@ def test_a_capture_out_of_memory_evicts_the_others_and_is_retried(engine_with, r
 @pytest.fixture
 def no_shared_bytes(monkeypatch):
     """Prompts leave their results in memory that is not counted."""
-    monkeypatch.setattr(CapturedPrompts, "shared_bytes", property(lambda self: 0))
+    monkeypatch.setattr(CaptureStore, "shared_bytes", property(lambda self: 0, lambda self, _: None), raising=False)
 
 
 @pytest.mark.usefixtures("no_shared_bytes")
@@ -207,44 +206,33 @@ def test_a_prompt_captured_twice_for_want_of_room_is_replayed(engine_with, rando
     assert use.evicted == use.made - use.captured > 0 and use.uncaptured_prompts < len(prompts)
 
 
-class Owner:
-    shared_bytes = 0
-
-    def __init__(self) -> None:
-        self.forgotten: list[str] = []
-
-    def forget(self, shape: str) -> None:
-        self.forgotten.append(shape)
+def store_of(tape: WeighedTape, budget_bytes: int) -> CaptureStore:
+    return CaptureStore(tape, tape, budget_bytes, lambda: 0, lambda: None, strict=False)
 
 
 def test_a_capture_that_was_replayed_outlives_one_that_was_not():
-    tape, owner = WeighedTape(), Owner()
-    store = CaptureStore(tape, tape, 120)
-    store.join(owner)
-    for shape in "ab":
-        store.make(owner, shape, "rounds", (), [lambda: torch.zeros(1)])
-    store.touch(owner, "a")
-    store.make(owner, "c", "rounds", (), [lambda: torch.zeros(1)])
-    assert owner.forgotten == ["b"] and store.stats()[:3] == (2, 3, 1)
+    store, program = store_of(WeighedTape(), 120), [lambda: torch.zeros(1)]
+    for shape in "aabbacc":  # each runs once before it is captured
+        store.programs_to_run(shape, program, ROUNDS)
+    assert set(store._captured) == {"a", "c"} and store.stats()[:3] == (2, 3, 1)
 
 
 def test_forwards_over_many_tokens_are_captured_if_there_is_memory_to_spare():
     """They go before all others, and no other goes for them."""
-    tape, owner = WeighedTape(), Owner()
-    store = CaptureStore(tape, tape, 230)
-    store.join(owner)
+    tape = WeighedTape()
+    store = store_of(tape, 230)
 
     def make(shape: str, pool: str) -> None:
-        store.make(owner, shape, pool, (), [lambda: torch.zeros(1)])
+        store._make(shape, [lambda: torch.zeros(1)], pool)
 
     make("long", SPARE_POOL)
     make("round", "rounds")
-    assert (owner.forgotten, store.stats().bytes) == ([], 220)
+    assert (list(store._captured), store.stats().bytes) == (["long", "round"], 220)
     make("longer", SPARE_POOL)
     make("longest", SPARE_POOL)  # 240 bytes: one of its kind goes
-    assert owner.forgotten == ["long"]
+    assert list(store._captured) == ["round", "longer", "longest"]
     make("prompt", "prompts")
-    assert owner.forgotten == ["long", "longer", "longest"] and store.stats().bytes == 220
+    assert list(store._captured) == ["round", "prompt"] and store.stats().bytes == 220
     with pytest.raises(OverBudget, match="max_prefill_tokens"):
         make("long", SPARE_POOL)
     assert store.stats()[:3] == (2, 5, 3) and store.stats().bytes == 220
@@ -260,7 +248,6 @@ def test_a_forward_over_many_tokens_without_room_is_no_error(engine_with, random
     after it."""
     for name in ("captured_prompts", "prompt_sizes"):
         monkeypatch.setattr(f"specdec.runtime.rounds.{name}.MIN_LONG_TOKENS", 16)
-    monkeypatch.setattr(CapturedPrompts, "shared_bytes", property(lambda self: 0))
     prompts = [random_prompt(n) for n in (5, 40, 40, 40, 12, 12)]
     right = [engine_with(None).generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
     engine = engine_with(WeighedTape(), max_capture_bytes=260, prefix_cache=False, prefill_chunk=64, cuda_graphs=True)
@@ -270,7 +257,7 @@ def test_a_forward_over_many_tokens_without_room_is_no_error(engine_with, random
     assert use.refused == 2 and use.evicted == 0 and use.captured > 1 and use.uncaptured_prompts == 4
     assert [r.message[:55] for r in caplog.records] == ["forwards over 40 prompt tokens run without CUDA graphs:"]
     assert [engine.generate([prompt], GREEDY)[0].token_ids for prompt in prompts[4:]] == right[4:]
-    assert engine.stats().captures.uncaptured_prompts == 4 and engine.steps.prefill.captured_prompts._captured
+    assert engine.stats().captures.uncaptured_prompts == 4 and captured_prompts(engine)
 
 
 def test_a_capture_that_never_fits_is_refused_and_runs_as_it_is(engine_with, random_prompt, caplog):

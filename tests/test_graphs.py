@@ -110,13 +110,13 @@ def test_long_prompts_run_uncaptured(small_engine, monkeypatch, most, shapes) ->
     engine = small_engine()
     assert serve(engine, *asked) == serve(small_engine(on=False), *asked)
     assert captured_batches(engine) == {1, 2}
-    tried = engine.steps.prefill.captured_prompts._captured
+    tried = captured_prompts(engine)
     assert {shape.tokens for shape in tried} <= shapes and bool(tried) == bool(shapes)
 
 
 def test_any_load_takes_few_shapes(small_engine) -> None:
     """Once a shape was (batch, width, prefix): there were up to a thousand."""
-    graphs = small_engine(None, layers=few_layers(), max_batch_size=256).steps.prefill.captured_prompts
+    graphs = small_engine(None, layers=few_layers(), max_batch_size=256).steps.prefill.forwards
     draw = random.Random(0)
     shapes = set()
     for states in (StatesNeeded.LAST, StatesNeeded.NONE):
@@ -207,7 +207,7 @@ def test_what_cannot_be_captured_runs_eagerly_with_one_warning(small_engine, cap
 def test_a_captured_round_belongs_to_its_view_and_to_a_live_cache(small_engine) -> None:
     engine = small_engine(None)
     engine.generate([[5, 9]], SamplingParams(max_new_tokens=8, ignore_eos=True))
-    graphs, allocator = engine.steps.captured_rounds, engine.table.allocator
+    graphs, allocator = engine.steps.rounds, engine.table.allocator
     shape = next(iter(captured_rounds(engine)))
     owner = object()
     allocator.freeze(owner)

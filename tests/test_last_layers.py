@@ -19,7 +19,7 @@ from specdec.kvcache.layer_context import EarlyExit
 from specdec.models.target import StatesNeeded, TargetModel
 from specdec.runtime.rounds.device_state import DeviceState
 
-from inside import capture_on_tape
+from inside import capture_on_tape, captured_prompts
 from marks import deep, deep_cases, each_value, examples, usual_cases
 from stand_ins import watch_proposals
 from tiny_families import TWO_OWNERS, random_eagle3
@@ -223,7 +223,7 @@ def test_captured_prompts(drafter, make_target, engine, random_prompt, monkeypat
     made = engine(model, drafter, max_batch_size=4)
     got = outputs(made, prompts, params)
     assert [one[0] for one in got] == [one[0] for one in expected]
-    captured = [shape for shape, kept in made.steps.prefill.captured_prompts._captured.items() if kept is not None]
+    captured = captured_prompts(made)
     every = made.target.narrows_at(made.state.aux_layers) is None
     fewer = {StatesNeeded.LAST, StatesNeeded.NONE}  # scored prompts are rare then, and are not captured
     assert {shape.needed for shape in captured} == ({StatesNeeded.EVERY} if every else fewer)

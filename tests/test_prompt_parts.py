@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from inside import (
     TargetModel,
     assert_idle,
     capture_on_tape,
+    captured_prompts,
     divide,
 )
 from marks import deep, deep_cases, examples, usual_cases
@@ -149,8 +151,7 @@ def test_fused_layers_stop_too(captured, scene_of):
     while not all(handle.finished for handle in late):
         scene.engine.step()
     if captured:
-        kept = [one for one in scene.engine.steps.prefill.captured_prompts._captured.values() if one]
-        assert max(len(one.replays) for one in kept) > 1
+        assert max(len(one.replays) for one in captured_prompts(scene.engine).values()) > 1
     scene.finish()
 
 
@@ -291,16 +292,19 @@ def test_a_decoder_with_another_loop_is_not_divided(make_target):
     assert start_forward_of(target.decoder, proof) is None
 
 
-def test_where_a_forward_is_divided(make_target):
+def test_where_a_forward_is_divided(make_target, monkeypatch):
     """Six layers, of which the second and the last see everything; the third stores the last K/V."""
     target = TargetModel(make_target("gemma4-e2b", **TWO_OWNERS), REFERENCE)
     every, last, none = StatesNeeded.EVERY, StatesNeeded.LAST, StatesNeeded.NONE
     assert target.windows == (8, None, 8, 8, 8, None) and target.narrows_at() == 2
     third, half = pytest.approx(1 / 3), pytest.approx(1 / 2)
-    assert divide(target, (), every, 2) == ([2, 4, 6], [(third, half, 0), (third, 0, 0), (third, half, 0)])
-    assert divide(target, (), none, 2)[0] == [1, 3]
+    state = SimpleNamespace(target=target, aux_layers=())
+    monkeypatch.setattr("specdec.runtime.rounds.prompt_chunks.LAYERS_A_PART", 2)
+    shares = [(third, half, 0), (third, 0, 0), (third, half, 0)]
+    assert divide(state, every, captured=True) == ([2, 4, 6], shares)
+    assert divide(state, none, captured=True)[0] == [1, 3]
     ends, shares = [1, 2, 3, 6], [(third, 0, 0), (third, 1, 0), (third, 0, 0), (0, 0, 1)]
-    assert divide(target, (), last, 1) == (ends, shares)
+    assert divide(state, last, captured=False) == (ends, shares)
 
 
 SHARES = [PartShare(1 / 8, 1 / 3 if number % 2 and number < 7 else 0.0) for number in range(8)]
@@ -349,12 +353,10 @@ def test_parts_are_captured_before_the_first_request(scene_of, monkeypatch):
     """In three sizes, with states of last tokens and of none; no long prompt waits for a capture."""
     monkeypatch.delenv(SETTING, raising=False)  # which knows of no rows without slots, so nothing is warmed up
     scene = scene_of(True, fused=True, max_model_len=256)
-    kept = scene.engine.steps.prefill.captured_prompts._captured
-    divided = {shape: one for shape, one in kept.items() if shape.divided}
+    divided = [shape for shape in captured_prompts(scene.engine) if shape.divided]
     assert {(shape.tokens, shape.needed) for shape in divided} == {
         (tokens, states) for tokens in (64, 128, 256) for states in (StatesNeeded.LAST, StatesNeeded.NONE)
     }
-    assert all(divided.values())
     made = scene.engine.stats().captures.made
     late = scene.submit(20, 1)
     while not late.finished:

@@ -17,7 +17,7 @@ from specdec.attention.trees.tree import force_tokens
 from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.table import Move, RequestTable, Rows
-from specdec.runtime.rounds.closing import closing, reference_closing
+from specdec.runtime.rounds.closing import VerifiedRound, closing, reference_closing
 from specdec.runtime.rounds.decode_round import DecodeRound
 from specdec.runtime.rounds.opening import opening, reference_opening
 from specdec.runtime.rounds.result import DraftShape, RoundShape, empty_result
@@ -106,7 +106,8 @@ class Scene:
         packed = torch.empty(len(seats), 1 + sum(sizes.values()), dtype=torch.int64, device=DEVICE)
         start = self.table.committed_len.tensor[rows.index]
         function = closing if kernel else reference_closing
-        *closed, move = function(tree, drawn, long(most), rows, start, self.table, self.tokens, packed, **sizes)
+        verified = VerifiedRound(tree, drawn, long(most), rows, start, **sizes)
+        *closed, move = function(verified, self.table, self.tokens, packed)
         if move is not None:
             self.cache.move(move)
         return tuple(closed), packed

@@ -80,7 +80,8 @@ def test_metrics_say_what_is_captured_and_what_ran_without(
     monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: WeighedTape())
     sizes = {"max_batch_size": examples(2, 4), "max_model_len": 64, "device": "cpu", "max_capture_bytes": budget}
     engine = make_engine(make_target("gemma4-e2b"), None, prefix_cache=False, **sizes)
-    monkeypatch.setattr(type(engine.steps.prefill.captured_prompts), "shared_bytes", property(lambda self: 0))
+    store = type(engine.steps.store)
+    monkeypatch.setattr(store, "shared_bytes", property(lambda self: 0, lambda self, _: None), raising=False)
     samples, stats = metrics_after(engine, *[[random_prompt(n) for n in (5, 9, 3)]] * 2)
     use = stats.captures
     assert captured(samples) == use

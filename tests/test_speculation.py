@@ -13,7 +13,7 @@ from specdec.errors import ConfigError
 from specdec.runtime.rounds.decode_round import DecodeRound
 from specdec.runtime.rounds.result import NO_DRAFT
 
-from inside import capture_on_tape
+from inside import capture_on_tape, captured_rounds
 from marks import deep, deep_cases, slow
 from stand_ins import following
 
@@ -105,7 +105,7 @@ def test_captured_rounds_have_two_draft_shapes(engine_for, random_prompt):
     engine = engine_for("mtp", captured=True, max_batch_size=2)
     for pair in itertools.combinations_with_replacement((None, False, SpecConfig(2, 2)), 2):
         engine.generate([random_prompt(9)] * 2, [asking(kind, max_new_tokens=6) for kind in pair])
-    shapes = engine.steps.captured_rounds._captured
+    shapes = captured_rounds(engine)
     assert {tuple(shape.draft)[:3] for shape in shapes} == {(3, 2, 6), (0, 1, 1)}
 
 

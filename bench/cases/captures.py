@@ -144,11 +144,9 @@ def crowds_rows(layers: int, requests: int) -> Iterator[Row]:
     found = f"{use.made} made, {use.captured} alive, {use.evicted} evicted, {use.refused} refused"
     few = max(use.made, use.captured) <= MAX_CAPTURES and not use.refused
     yield Row(f"{requests} requests of {len(KINDS)} kinds: captures", found, f"{seconds:.0f} s", few)
-    pools, store, budget = pools_of_torch(), engine.steps.captured_rounds.store, use.budget_bytes
+    pools, store, budget = pools_of_torch(), engine.steps.store, use.budget_bytes
     within, memory = budget is None or use.bytes <= budget, store._memory
-    true = memory is None or (
-        pools <= use.bytes == memory.held_bytes() + sum(owner.shared_bytes for owner in store._owners)
-    )
+    true = memory is None or pools <= use.bytes == memory.held_bytes() + store.shared_bytes
     found = f"{use.bytes / 1e6:,.0f} MB, of which torch's pools {pools / 1e6:,.0f}; budget {(budget or 0) / 1e6:,.0f}"
     yield Row("bytes of captures: within the budget, as torch has them", found, ok=within and true)
     share = use.uncaptured_rounds / max(engine.stats().batches, 1)
@@ -185,7 +183,7 @@ def memory_rows(layers: int) -> Iterator[Row]:
     asked = requests_of(made, 12, seed=9)
     for failures in (0, 1, 2):
         engine = captured_engine(made, most=8)
-        store = engine.steps.captured_rounds.store
+        store = engine.steps.store
         real, calls = store._capture, [0]
 
         def capture(program: Any, real: Any = real, calls: list[int] = calls, failures: int = failures) -> Any:
@@ -200,8 +198,8 @@ def memory_rows(layers: int) -> Iterator[Row]:
         outputs = [serve(engine, asked, seed=2) for _ in range(3)]
         right = right or outputs[0]
         use, wrong = engine.stats().captures, sum(differing(right, each) for each in outputs)
-        waiting = sum(one is None for one in engine.steps.captured_rounds._captured.values())
-        found = f"{wrong} differ; {use}; {waiting} round shapes not captured"
+        waiting = len(store._waits)
+        found = f"{wrong} differ; {use}; {waiting} shapes not captured"
         engine.close()
         yield Row(f"{failures} captures out of memory", found, ok=not wrong and use.refused == max(failures - 1, 0))
 
@@ -227,9 +225,9 @@ def steady_rows(layers: int) -> Iterator[Row]:
 
         steps(30)
         yield waiting_row(f"steady {name} rounds", partial(steps, 30))
-        first, store = milliseconds(), engine.steps.captured_rounds.store
+        first, store = milliseconds(), engine.steps.store
         made_before = store.stats().made
-        engine._in_turn(lambda store=store: [store._evict(key) for key in list(store._kept)])
+        engine._in_turn(lambda store=store: [store._evict(key) for key in list(store._captured)])
         steps(10)
         second, more = milliseconds(), store.stats().made - made_before
         found = f"{first:.2f} ms a round, {second:.2f} after eviction and recapture ({more} made)"

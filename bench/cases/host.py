@@ -34,6 +34,7 @@ from specdec.loading.drafter_loading import load_any_drafter
 from specdec.models.published import BUNDLED_DIR
 from specdec.models.target import TargetModel
 from specdec.runtime.rounds import captured_rounds
+from specdec.runtime.rounds.captured_prompts import PromptForwards, eager_forward
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundShape, empty_result
@@ -72,10 +73,10 @@ def functions_rows(requests: Sequence[int], steps: int, shape: str, shown: int) 
         return
     torch.set_num_threads(1)
     target = TargetModel(LlamaForCausalLM(LlamaConfig(**ONE_LAYER)).eval())
-    recorded = {"capture_for": lambda *_: _record, "CapturedPrompts": lambda *_, **__: None}
     with (
         patch.object(captured_rounds, "decode_programs", stand_in_programs),
-        patch.multiple(specdec.engine, **recorded),
+        patch.object(PromptForwards, "begin_forward", lambda self, *args, **how: eager_forward(self._state, *args)),
+        patch.object(specdec.engine, "capture_for", lambda *_: _record),
     ):
         for count in requests:
             yield from _function_rows(target, count, steps, shown, time.process_time)

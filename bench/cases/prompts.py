@@ -30,6 +30,7 @@ from bench.verify import answers_row
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.models.target import StatesNeeded, TargetModel
+from specdec.runtime.rounds.captured_prompts import ChunkShape
 from specdec.runtime.rounds.device_state import DeviceState
 
 SHAPE = "gemma4-e4b"
@@ -108,11 +109,7 @@ def load_rows(requests: int, prompt: int, tokens: int, running: Sequence[int]) -
                 engine.generate(prompts, params, progress=False)
                 spent = time.perf_counter() - begin
             use = engine.stats().captures
-            shapes = (
-                len(engine.steps.prefill.captured_prompts._captured)
-                if engine.steps.prefill.captured_prompts is not None
-                else 0
-            )
+            shapes = sum(isinstance(shape, ChunkShape) for shape in engine.steps.store._captured)
         name, speed = f"{requests} of {prompt} + {tokens}, {at_once} running", requests * tokens / spent
         found = f"{shapes} shapes of prompts, all captures {use.bytes / 1e6:,.0f} MB"
         yield Row(name, found, f"{speed:,.0f} tokens/s", shapes <= 52)

@@ -30,7 +30,7 @@ from specdec.kvcache.cache import KVCache
 from specdec.kvcache.layout import KEEP_ALL, ByGroup, GroupId, PrimaryLoc, Retention, cache_groups
 from specdec.kvcache.store import PoolAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
 from specdec.kvcache.table import Move, RequestTable, Rows
-from specdec.runtime.rounds.closing import closing, reference_closing
+from specdec.runtime.rounds.closing import VerifiedRound, closing, reference_closing
 from specdec.runtime.rounds.opening import opening, reference_opening
 
 BATCH, NODES, RETAIN = 8, 16, 1025
@@ -209,8 +209,9 @@ def round_call(page_size: int, num_nodes: int, chain: bool, seed: int) -> Call:
         rows = Rows(seats.where(seats < BATCH - 2, BATCH), 600)
         opened = open_round(rows.index, table.committed_len.tensor, tokens, most, cells, depth=num_nodes)
         packed = tokens.new_empty((BATCH, 1 + 2 * num_nodes))
-        state = tree, target, opened.max_path, rows, opened.committed_len, table, tokens, packed
-        *closed, move = close_round(*state, width=num_nodes, depth=num_nodes)
+        sizes = num_nodes, num_nodes
+        verified = VerifiedRound(tree, target, opened.max_path, rows, opened.committed_len, *sizes)
+        *closed, move = close_round(verified, table, tokens, packed)
         if move is not None:
             cache.move(move)
         return (*opened, *closed, packed, tokens, table.committed_len.tensor, table.slots.tensor, *sum(moved, ()))

@@ -1,10 +1,10 @@
-"""An engine's captures of rounds and prompts, kept within a budget of bytes by LRU eviction.
+"""An engine's captures of rounds and prompts, by shape, kept within a budget of bytes by LRU eviction.
 
     a shape   met  ->  ran once, or 4 times if rare  ->  captured  ->  evicted
                                                      ->  refused: out of memory, over the budget, or an error
 
 An evicted or refused shape is captured again after it has run uncaptured some times, twice as many each time: so a
-budget that is too small does not make every round capture.
+budget that is too small does not make every round capture. If weights have moved, all shapes are captured again.
 
 Captures of one pool share its memory, since they never run at the same time: a pool is as large as its largest capture
 needs, and is freed with its last capture. If the device is out of memory, all other captures are evicted and the new
@@ -12,13 +12,18 @@ one is tried once more. Captures of SPARE_POOL are evicted first, and no other c
 `stats()` is always correct; it counts everything that runs uncaptured.
 """
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from specdec.errors import SpecDecError
+from specdec.errors import ConfigError, FrozenKVError, SpecDecError, first_line
 from specdec.gpu.memory import all_bytes, free_bytes
+
+logger = logging.getLogger(__name__)
 
 Program = Callable[[], torch.Tensor]
 Replay = Callable[[], None]
@@ -35,8 +40,21 @@ POOLS = ("rounds", "rare rounds", "prompts", SPARE_POOL)
 CAPTURE_SHARE = 0.1
 """Upper bound on the default budget, as a share of all memory of the device."""
 
+MAX_BACKOFF_RUNS = 1024
+"""Upper bound on the runs of a shape between two attempts to capture it, after evictions or for lack of memory."""
+
 FREE_SHARE = 0.5
 """Upper bound on the default budget, as a share of the memory that is free after the K/V pools are allocated."""
+
+
+class CaptureRule(NamedTuple):
+    """How a shape is captured. kind: "rounds" or "prompts". pool: name of its memory pool. warning: log text if that
+    fails, with %s for the error; each text is logged once. patience: eager runs before its capture, at least 1."""
+
+    kind: str
+    pool: str
+    warning: str
+    patience: int = 1
 
 
 class CaptureStats(NamedTuple):
@@ -113,129 +131,181 @@ class CapturedProgram(NamedTuple):
 
     programs: Sequence[Program]
     replays: list[tuple[Replay, torch.Tensor]]
-    view_key: tuple[object, ...]
+    view_key: Hashable
     pool: str
 
 
-class CaptureOwner(Protocol):
-    """An object that makes and replays captures."""
-
-    def forget(self, shape: Hashable) -> None:
-        """Drop the capture of this shape."""
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of the tensors that hold its captures' results."""
-
-
-CaptureKey = tuple[CaptureOwner, Hashable]
-"""A capture's owner and its shape."""
-
-
 class CaptureStore:
-    """All captures of one engine, of all owners.
+    """All captures of one engine, by shape.
 
-    memory: sizes are known only if it is a `CaptureMemory`. budget_bytes: None: no bound.
+    If a capture fails, the program runs eagerly, is counted (`stats`), and its capture is tried again later. capture:
+    None: all programs run eagerly, and none is counted. memory:
+    sizes are known only if it is a `CaptureMemory`. budget_bytes: None: no bound. shared_bytes: bytes of the tensors
+    that receive the results of captured programs. weights_generation: changes when weights have moved. view_key: key of
+    the K/V view of programs that run now. strict: a failed capture is a ConfigError, unless memory or budget is too
+    small for a long prompt.
     """
 
-    def __init__(self, capture: Capture, memory: object, budget_bytes: int | None) -> None:
+    def __init__(
+        self,
+        capture: Capture | None,
+        memory: object,
+        budget_bytes: int | None,
+        weights_generation: Callable[[], int],
+        view_key: Callable[[], Hashable],
+        *,
+        strict: bool,
+    ) -> None:
         self._capture = capture
         self._memory = memory if isinstance(memory, CaptureMemory) else CaptureMemory()
         self._budget = budget_bytes
-        self._owners: list[CaptureOwner] = []
-        self._kept: dict[CaptureKey, CapturedProgram] = {}  # least recently used first
-        self._made = self._evicted = 0
-        self._bytes = 0
-        self.refused = 0
+        self._weights_generation = weights_generation
+        self._view_key = view_key
+        self._strict = strict
+        self._captured: dict[Hashable, CapturedProgram] = {}  # least recently used first
+        self._waits: dict[Hashable, int] = {}  # shapes that ran and are not captured: runs until a capture is tried
+        self._setbacks: Counter[Hashable] = Counter()  # evictions and failed captures since the weights moved
+        self._warned: set[str] = set()
+        self._made = self._evicted = self._refused = self._bytes = 0
+        self.generation = weights_generation()
+        self.shared_bytes = 0
         self.uncaptured = {"rounds": 0, "prompts": 0}
 
-    def join(self, owner: CaptureOwner) -> None:
-        """Register an owner, whose `shared_bytes` count."""
-        self._owners.append(owner)
+    @property
+    def captures(self) -> bool:
+        """Are programs captured?"""
+        return self._capture is not None
 
     def stats(self) -> CaptureStats:
-        counts = len(self._kept), self._made, self._evicted, self.refused
+        counts = len(self._captured), self._made, self._evicted, self._refused
         return CaptureStats(*counts, self._bytes, self._budget, *self.uncaptured.values())
 
-    def touch(self, owner: CaptureOwner, shape: Hashable) -> None:
-        """Mark this capture as the most recently used."""
-        self._kept[owner, shape] = self._kept.pop((owner, shape))
+    def programs_to_run(self, shape: Hashable, programs: Sequence[Program], rule: CaptureRule) -> Sequence[Program]:
+        """Replays of the captured programs of this shape, or `programs`, to be run eagerly."""
+        if not self.captures:
+            return programs
+        if self.generation != (now := self._weights_generation()):
+            self.generation = now
+            self.clear()
+        self.capture_next(shape, programs, rule)
+        if shape not in self._captured:
+            self._waits[shape] = max(0, self._waits.get(shape, rule.patience) - 1)
+            self.uncaptured[rule.kind] += 1
+            return programs
+        self._captured[shape] = captured = self._captured.pop(shape)  # now the most recently used
+        if captured.view_key != self._view_key():
+            raise FrozenKVError("a captured round is replayed under another view than its own")
+        return [partial(_replay, *each) for each in captured.replays]
 
-    def make(
-        self, owner: CaptureOwner, shape: Hashable, pool: str, view_key: tuple[object, ...], programs: Sequence[Program]
-    ) -> CapturedProgram:
+    def capture_next(self, shape: Hashable, programs: Sequence[Program], rule: CaptureRule) -> None:
+        """Capture the programs of a shape if it has run and need not wait, so that its next run is a replay."""
+        if self._waits.get(shape) != 0:
+            return
+        try:
+            self._make(shape, programs, rule.pool)
+            del self._waits[shape]
+        except Exception as error:  # of any kind: a model may do anything that a graph cannot record
+            no_memory, reason = is_out_of_memory(error), first_line(_root(error))
+            if self._strict and not (rule.pool == SPARE_POOL and (no_memory or isinstance(error, OverBudget))):
+                raise ConfigError(
+                    f"{rule.kind} cannot be captured in a CUDA graph ({reason}); use cuda_graphs='auto' or False"
+                ) from error
+            self._refused += 1
+            self._back_off(shape, MAX_BACKOFF_RUNS if no_memory else None)
+            level = logging.DEBUG if rule.warning in self._warned else logging.WARNING
+            logger.log(level, rule.warning, reason)
+            self._warned.add(rule.warning)
+
+    def clear(self) -> None:
+        """Drop all captures and their memory."""
+        for shape in list(self._captured):
+            self._drop(shape)
+        self._waits.clear()
+        self._setbacks.clear()
+
+    def _make(self, shape: Hashable, programs: Sequence[Program], pool: str) -> None:
         """Capture these programs; evict the least recently used captures until they fit the budget.
 
         Raises what a program raises. Out of memory is raised only after all other captures were evicted and the capture
         was tried again (at once for SPARE_POOL). Raises OverBudget when the capture does not fit the budget alone (for
         SPARE_POOL: next to those of other pools), recorded twice.
         """
-        key, program = (owner, shape), CapturedProgram(programs, [], view_key, pool)
-        self._record(key, program)
+        self._record(shape, programs, pool)
         while self._over() and (others := self._evictable(pool)):
             self._evict(others[0])
         if self._over():  # in a pool that has grown for others, perhaps
-            self._drop(key)
-            self._record(key, program)
+            self._drop(shape)
+            self._record(shape, programs, pool)
         if self._over():
             taken = self._bytes
-            self._drop(key)
+            self._drop(shape)
             raise OverBudget(
                 f"a capture takes {taken / 1e6:,.1f} MB, and max_capture_bytes is {self._budget:,}; raise that, or "
                 "lower max_batch_size, max_prefill_tokens or the number of drafted nodes"
             )
         self._made += 1
-        return self._kept[key]
 
-    def discard(self, owner: CaptureOwner) -> None:
-        """Drop all captures of this owner and their memory, since the tensors that they read have moved."""
-        for key in list(self._kept):
-            if key[0] is owner:
-                self._drop(key)
-
-    def _record(self, key: CaptureKey, new: CapturedProgram) -> None:
-        self._memory.pool = new.pool
+    def _record(self, shape: Hashable, programs: Sequence[Program], pool: str) -> None:
+        assert self._capture is not None, "nothing is captured"
+        self._memory.pool = pool
         replays = []
         try:
-            replays = [self._capture(program) for program in new.programs]
+            replays = [self._capture(program) for program in programs]
         except Exception as error:
-            if not is_out_of_memory(error) or new.pool == SPARE_POOL:
+            if not is_out_of_memory(error) or pool == SPARE_POOL:
                 raise
         if not replays:  # outside the handler, since the error's frames hold memory
             self._release_all()
-            replays = [self._capture(program) for program in new.programs]
-        self._kept[key] = new._replace(replays=replays)
+            replays = [self._capture(program) for program in programs]
+        self._captured[shape] = CapturedProgram(programs, replays, self._view_key(), pool)
         self._measure()
 
-    def _evictable(self, pool: str) -> list[CaptureKey]:
-        """Captures that may be evicted for a new one of this pool, the first to evict first."""
-        *others, _ = self._kept
-        spare = [key for key in others if self._kept[key].pool == SPARE_POOL]
+    def _evictable(self, pool: str) -> list[Hashable]:
+        """Shapes that may be evicted for a new one of this pool, the first to evict first."""
+        *others, _ = self._captured
+        spare = [shape for shape in others if self._captured[shape].pool == SPARE_POOL]
         return spare if spare or pool == SPARE_POOL else others
 
     def _over(self) -> bool:
         return self._budget is not None and self._bytes > self._budget
 
     def _measure(self) -> None:
-        self._bytes = self._memory.held_bytes() + sum(owner.shared_bytes for owner in self._owners)
+        self._bytes = self._memory.held_bytes() + self.shared_bytes
 
-    def _evict(self, key: CaptureKey) -> None:
+    def _evict(self, shape: Hashable) -> None:
         self._evicted += 1
-        owner, shape = key
-        owner.forget(shape)
-        self._drop(key)
+        self._drop(shape)
+        self._back_off(shape, MAX_BACKOFF_RUNS)
+
+    def _back_off(self, shape: Hashable, max_runs: int | None) -> None:
+        """Try the next capture of this shape after some runs. Their number doubles each time."""
+        self._setbacks[shape] += 1
+        runs = 1 << self._setbacks[shape] - 1
+        self._waits[shape] = runs if max_runs is None else min(runs, max_runs)
 
     def _release_all(self) -> None:
-        for key in list(self._kept):
-            self._evict(key)
+        for shape in list(self._captured):
+            self._evict(shape)
         self._memory.wait()
         for pool in POOLS:  # including failed ones
             self._memory.close(pool)
         self._measure()
 
-    def _drop(self, key: CaptureKey) -> None:
+    def _drop(self, shape: Hashable) -> None:
         self._memory.wait()
-        pool = self._kept.pop(key).pool
-        if all(kept.pool != pool for kept in self._kept.values()):
+        pool = self._captured.pop(shape).pool
+        if all(kept.pool != pool for kept in self._captured.values()):
             self._memory.close(pool)
         self._measure()
+
+
+def _replay(replay: Replay, out: torch.Tensor) -> torch.Tensor:
+    replay()
+    return out
+
+
+def _root(error: BaseException) -> BaseException:
+    """The first error of a chain: ending a failed capture raises another, less informative one."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error

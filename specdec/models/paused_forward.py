@@ -1,6 +1,6 @@
 """A target's forward that can pause between two layers, so that other work can run in between.
 
-    paused = start(...)  ->  paused.advance(4)  ->  ...  ->  paused.advance(paused.num_layers)  ->  paused.finish()
+    paused = start(...)  ->  paused.advance(4)  ->  ...  ->  paused.advance(number of layers)  ->  paused.finish()
 
 `start_forward_of` returns `start`. A fused decoder is our own loop, which can stop anywhere. A transformers decoder
 runs twice with stand-ins for its layers. In the first run each stand-in notes its layer's arguments. Then the real
@@ -11,7 +11,7 @@ changes, so several forwards may be in progress.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,16 +21,6 @@ from specdec.kvcache.layer_context import EarlyExit, Narrowing
 from specdec.layers.decoder import FusedDecoder, PausedDecoder
 from specdec.models.probe import ProbeResult
 from specdec.models.probe_context import ProbeContext
-
-T = TypeVar("T")
-
-
-class PausedForward(NamedTuple, Generic[T]):
-    """A forward in progress. advance: see `PausedOutline`. finish: after the last layer, returns its result. Both run
-    in the inference mode of the caller."""
-
-    advance: Callable[[int], None]
-    finish: Callable[[], T]
 
 
 def collected(
@@ -82,10 +72,6 @@ class PausedOutline:
         outline(**self._inputs, specdec_ctx=self)
         self._done = 0
 
-    @property
-    def num_layers(self) -> int:
-        return len(self._calls)
-
     def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         """Called for each layer: in the first run it notes the call; in the second it returns the last layer's
         result, which no stand-in changes."""
@@ -122,7 +108,8 @@ def start_forward_of(decoder: nn.Module, proof: ProbeResult) -> StartForward | N
     """A function that starts pausable forwards of this decoder; None: it cannot pause, or the result would differ."""
     if isinstance(decoder, FusedDecoder):
         return decoder.begin_forward
-    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
         return None
     outline = outline_of(decoder)
 
@@ -132,7 +119,7 @@ def start_forward_of(decoder: nn.Module, proof: ProbeResult) -> StartForward | N
 
     def run(tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
         paused = start(tokens, positions, context, None)
-        for layer in range(paused.num_layers):
+        for layer in range(len(layers)):
             paused.advance(layer + 1)
         return cast(torch.Tensor, paused.finish())
 

@@ -6,7 +6,7 @@ and threads may share it.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any
@@ -28,7 +28,7 @@ from specdec.layers.description.merge import held_storages
 from specdec.layers.fuse import fuse, fuse_linear
 from specdec.models.batch_invariance import VectorwiseMode, rowwise
 from specdec.models.described_model import DescribedModel, GeometryContext
-from specdec.models.paused_forward import PausedForward, collected, start_forward_of
+from specdec.models.paused_forward import collected, start_forward_of
 from specdec.models.placeholders import Placeholders, find_placeholders
 from specdec.models.probe import (
     LogitRule,
@@ -206,25 +206,27 @@ class TargetModel(DescribedModel):
         """Can a forward pause between two layers? Not in tiles, nor on several devices."""
         return self.start_forward is not None and not self.in_tiles and self.ranks is None
 
-    def begin(
+    def forward_in_parts(
         self,
         tokens: torch.Tensor,
         plan: KVPlan,
         view: KVView,
-        aux_layers: Sequence[int] = (),
+        aux_layers: Sequence[int],
+        layer_ends: Sequence[int],
         last_plan: KVPlan | None = None,
         *,
         kv_only: bool = False,
-    ) -> PausedForward[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Begin the forward of `forward`, paused before the first layer. Requires `can_pause`."""
+    ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor | None]]:
+        """`forward`, paused after each part but the last; each ends before a layer of `layer_ends`. Requires
+        `can_pause`, and the inference mode of the caller."""
         assert self.can_pause and self.start_forward is not None
         context, narrowing = self._context(plan, view, aux_layers, last_plan, kv_only=kv_only)
         paused = self.start_forward(*self._decoder_inputs(tokens, plan.positions), context, narrowing)
-
-        def finish() -> tuple[torch.Tensor, torch.Tensor | None]:
-            return self._leaving(paused.finish(), len(tokens)), collected(context, aux_layers, tokens.shape)
-
-        return PausedForward(paused.advance, finish)
+        for end in layer_ends:
+            paused.advance(end)
+            if end < layer_ends[-1]:
+                yield
+        return self._leaving(paused.finish(), len(tokens)), collected(context, aux_layers, tokens.shape)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [..., H] -> logits [..., V] in the model's dtype, scaled and softcapped like the model's."""

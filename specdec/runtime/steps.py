@@ -17,7 +17,7 @@ from itertools import chain
 import numpy as np
 
 from specdec.config import SpecConfig
-from specdec.gpu.captures import CaptureStats
+from specdec.gpu.captures import CaptureStore
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.page_pool import BoolArray
 from specdec.kvcache.table import row_cells
@@ -29,9 +29,8 @@ from specdec.runtime.launches import HostCopy, Launch, Launches
 from specdec.runtime.prompts.prefill import Prefill
 from specdec.runtime.prompts.prefixes import salt_of
 from specdec.runtime.request import Request, restricted, table_rows
-from specdec.runtime.rounds.captured_prompts import CapturedPrompts
-from specdec.runtime.rounds.captured_rounds import CapturedRounds, run_programs
-from specdec.runtime.rounds.decode_round import decode_programs
+from specdec.runtime.rounds.captured_prompts import PromptForwards
+from specdec.runtime.rounds.captured_rounds import Rounds
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import NO_DRAFT, DraftShape, RoundShape, covering_draft
 from specdec.runtime.rounds.round_shapes import captured_shape, end_drafts, is_rare, round_shape, with_forced
@@ -41,8 +40,8 @@ from specdec.runtime.scheduler import RequestBatch, Scheduler
 class Steps:
     """Runs the steps of one engine. `launches` holds unsettled work; `prefill` reads prompts.
 
-    captured_rounds, captured_prompts: None if nothing is captured. `draft_policy`: chooses each round's draft; None:
-    always the engine's own draft.
+    store: captures of rounds and prompts. `draft_policy`: chooses each round's draft; None: always the engine's own
+    draft.
     """
 
     def __init__(
@@ -51,18 +50,18 @@ class Steps:
         state: DeviceState,
         spec: SpecConfig,
         draft_policy: DraftPolicy | None,
-        captured_rounds: CapturedRounds | None,
-        captured_prompts: CapturedPrompts | None,
+        store: CaptureStore,
     ) -> None:
         self.scheduler = scheduler
         self.state = state
         self.spec = spec
         self.draft_policy = draft_policy
-        self.captured_rounds = captured_rounds
+        self.store = store
+        self.rounds = Rounds(state, store)
         self.table = scheduler.table
         self.threads = CpuThreads(state.target.model, state.device, deterministic=state.target.deterministic)
-        self.launches = Launches(scheduler, state, draft_policy, captured=captured_rounds is not None)
-        self.prefill = Prefill(scheduler, state, captured_prompts, self.threads)
+        self.launches = Launches(scheduler, state, draft_policy, captured=store.captures)
+        self.prefill = Prefill(scheduler, state, PromptForwards(state, store), self.threads)
 
     def restart(self, requests: Sequence[Request]) -> None:
         """Drop all launched work and restart from these requests; safe after a fault anywhere in a step."""
@@ -76,16 +75,10 @@ class Steps:
         self.prefill.drop_lost()
         self.launches.settle_all(left=len(self.launches.unsettled))  # the oldest whose rows are all lost
 
-    def clear_captures(self) -> None:
-        for captures in (self.captured_rounds, self.prefill.captured_prompts):
-            if captures is not None:
-                captures.clear()
-
     def stats(self) -> EngineStats:
         """A copy of the sums, with the engine's present state."""
-        captures = CaptureStats() if self.captured_rounds is None else self.captured_rounds.store.stats()
         drafts = NO_DRAFT_STATS if self.draft_policy is None else self.draft_policy.stats()
-        return stats_now(self.launches.totals, self.scheduler, self.state, captures, drafts)
+        return stats_now(self.launches.totals, self.scheduler, self.state, self.store.stats(), drafts)
 
     def run(self) -> list[Request]:
         """Run one step. Returns the requests that ended; those that end in the round make room for prompts."""
@@ -96,7 +89,7 @@ class Steps:
                 finished += self.launches.release_finished(prepare_masks(self.scheduler.running))
             decoding, begin = self.scheduler.next_decode(), time.perf_counter()
             finished += self._decode(decoding)
-            if decoding and self.captured_rounds is None:
+            if decoding and not self.store.captures:
                 self.scheduler.prompt_gap.learn_round(time.perf_counter() - begin)
             if admitted := self.scheduler.admit_requests():
                 self._load_rows(admitted)
@@ -148,7 +141,7 @@ class Steps:
         begin = time.perf_counter()
         self.launches.unsettled.append(self.prefill.launch(reading))
         finished = self.launches.settle(busy=self.launches.num_rounds > 0 or self.scheduler.reads_prompts)
-        if self.captured_rounds is None:
+        if not self.store.captures:
             self.scheduler.prompt_gap.cost.learn(reading.load, reading.seconds + time.perf_counter() - begin)
         return finished
 
@@ -161,10 +154,9 @@ class Steps:
         shape = shape._replace(features=shape.features._replace(masked=masked))
         forced = np.array([len(request.forced) if masked else 0 for request in requests], dtype=np.int64)
         if forced.any():
-            captured = self.captured_rounds is not None
-            shape = with_forced(shape, self.state, rows, int(forced.max()), captured=captured)
+            shape = with_forced(shape, self.state, rows, int(forced.max()), captured=self.store.captures)
             forced = forced.clip(max=shape.width - 1)
-        if self.captured_rounds is not None:
+        if self.store.captures:
             shape = captured_shape(self.state, shape)
         self.state.seat(rows)
         self.state.sampling.load_biases(rows, batch.params, shape.features)
@@ -177,11 +169,7 @@ class Steps:
         between = None
         if masked:
             between = GrammarSteps(self.state, shape, [request.grammar_state for request in requests]).between
-        if self.captured_rounds is None:
-            packed = run_programs(decode_programs(self.state, shape), between)
-        else:
-            packed = self.captured_rounds.run(shape, between)
-        result = HostCopy(packed, self.state.target.ranks)
+        result = HostCopy(self.rounds.run(shape, between), self.state.target.ranks)
         launched = Launch(batch, None, shape, result, draft_depth, forced, lag_seconds=lag_seconds)
         self.launches.unsettled.append(launched)
 
@@ -190,11 +178,8 @@ class Steps:
         took; 0 if rounds are captured."""
         begin, lag = time.perf_counter(), self.state.lag
         if lag is not None and (most := lag.before_round(shape, rows, ending)):
-            if self.captured_rounds is None:
-                self.state.read_lag(shape, most)
-            else:
-                self.captured_rounds.read_lag(shape)
-        return 0.0 if self.captured_rounds is not None else time.perf_counter() - begin
+            self.rounds.read_lag(shape, most)
+        return 0.0 if self.store.captures else time.perf_counter() - begin
 
     def shape_for(self, batch: RequestBatch, remaining: Sequence[int]) -> RoundShape:
         """Shape of the next round of these requests. If their drafts are adaptive, the draft policy chooses its draft.
@@ -202,27 +187,27 @@ class Steps:
         Captured rounds have few draft shapes: none, the engine's own, and those of the draft ladder; rare ones have
         only the first two.
         """
-        rows, policy, captured = batch.rows, self.draft_policy, self.captured_rounds
+        rows, policy, captured = batch.rows, self.draft_policy, self.store.captures
         drafting = self.state.max_drafts.host[rows] > 0  # 0: no drafts, or after the drafter's last position
         draft = self._full_or_covering_draft(batch, remaining, drafting)
         shape = round_shape(self.state, rows, batch.params, draft, self._unsettled_nodes())
         if policy is None or not draft.num_steps:
             return shape
-        bucket = shape if captured is None else captured_shape(self.state, shape)
-        if captured is not None and is_rare(bucket):
+        bucket = captured_shape(self.state, shape) if captured else shape
+        if captured and is_rare(bucket):
             return shape
         min_draft = self._full_or_covering_draft(batch, remaining, drafting & batch.fixed)
         max_drafts = np.minimum(self.state.max_drafts.host[rows], np.array(remaining, dtype=np.int64) - 1)
         unsettled = [launched.shape.draft for launched in self.launches.unsettled if launched.is_round]
         chosen = policy.choose(rows, max_drafts, bucket.batch, min_draft, unsettled)
-        if captured is None and chosen.num_steps:  # no deeper than any request can use
+        if chosen.num_steps and not captured:  # no deeper than any request can use
             chosen = draft._replace(by_lookup=chosen.by_lookup)
         return shape._replace(draft=chosen)
 
     def _full_or_covering_draft(self, batch: RequestBatch, remaining: Sequence[int], drafting: BoolArray) -> DraftShape:
         """The draft for the requests that are `drafting` [B]: the smallest that covers what each of them can use.
         If rounds are captured, it is the engine's full draft, or none if no request drafts."""
-        if self.captured_rounds is not None:
+        if self.store.captures:
             return DraftShape.from_spec(self.spec) if drafting.any() else NO_DRAFT
         each = zip(batch.requests, remaining, drafting, strict=True)
         usable = [(request.spec, left - 1) for request, left, drafts in each if drafts]  # without the bonus token

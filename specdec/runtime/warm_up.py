@@ -17,11 +17,12 @@ import torch
 from specdec.models.target import StatesNeeded
 from specdec.progress import progress_bar
 from specdec.runtime.drafts.draft_policy import RoundTimes
-from specdec.runtime.prompts.prefill import Prefill
 from specdec.runtime.prompts.prompt_budget import PromptGap, PromptLoad
-from specdec.runtime.rounds.captured_rounds import CapturedRounds
+from specdec.runtime.rounds.captured_prompts import PromptForwards
+from specdec.runtime.rounds.captured_rounds import Rounds
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
 from specdec.runtime.rounds.device_state import DeviceState
+from specdec.runtime.rounds.drafter_lag import MAX_LAG
 from specdec.runtime.rounds.prompt_sizes import SIZES_IN_PARTS, token_buckets
 from specdec.runtime.rounds.result import NO_DRAFT, DraftShape, RoundShape
 from specdec.runtime.rounds.round_shapes import batch_buckets, captured_shape, prefix_buckets, round_shape
@@ -41,8 +42,8 @@ NO_ROWS = np.zeros(0, dtype=np.int64)
 
 def warm_up(steps: Steps) -> None:
     """Capture and time rounds and prompts, with no row seated. Does nothing if rounds are not captured."""
-    captured_rounds, state = steps.captured_rounds, steps.state
-    if captured_rounds is None:
+    state, store = steps.state, steps.store
+    if not store.captures:
         return
     own = NO_DRAFT if state.worker is None else DraftShape.from_spec(steps.spec)
     drafts = [own] if steps.draft_policy is None else steps.draft_policy.shapes
@@ -54,62 +55,60 @@ def warm_up(steps: Steps) -> None:
     with state.on_device(), progress_bar("capturing rounds", len(shapes)) as update:
         for done, shape in enumerate(shapes, start=1):
             for _ in range(2):  # eagerly, then captured
-                _run(steps, captured_rounds, shape)
+                _run(steps, shape)
             update(done)
         for width in prefix_buckets(steps.table.slots.host.shape[1] - 1)[1:]:
             for shape in shapes[: len(drafts)]:
-                _run(steps, captured_rounds, shape._replace(max_committed_len=width))
+                _run(steps, shape._replace(max_committed_len=width))
         if state.lag is not None:
             for shape in shapes[:: len(drafts)]:  # one shape per batch size
                 for _ in range(2):
-                    captured_rounds.read_lag(shape)
+                    steps.rounds.read_lag(shape, MAX_LAG)
     if state.cache.sanitizer is None:  # the sanitizer does not know rows without slots
         with state.on_device():
             if steps.draft_policy is not None:
                 with progress_bar("timing rounds", len(shapes)) as update:
-                    seconds = np.reshape(time_rounds(captured_rounds, shapes, update), (-1, len(drafts)))[:, ::-1]
+                    seconds = np.reshape(time_rounds(steps.rounds, shapes, update), (-1, len(drafts)))[:, ::-1]
                 sizes = [shape.batch for shape in shapes[:: len(drafts)]]
                 steps.draft_policy.times.update(zip(sizes, map(RoundTimes, seconds), strict=True))
             gap = steps.scheduler.prompt_gap
-            [gap.longest_round] = time_rounds(captured_rounds, shapes[:1], lambda _: None)
+            [gap.longest_round] = time_rounds(steps.rounds, shapes[:1], lambda _: None)
             gap.learn_round(gap.longest_round)
             max_tokens = min(gap.budget.while_decoding, steps.table.max_requests * gap.budget.chunk)
-            time_prompts(state, gap, steps.prefill, max_tokens)
+            time_prompts(state, gap, steps.prefill.forwards, max_tokens)
             gap.cap_budget()
             _capture_parts(steps)
         steps.restart([])
-    captured_rounds.store.uncaptured["rounds"] = 0  # warm-up runs do not count
+    store.uncaptured["rounds"] = 0  # warm-up runs do not count
 
 
-def _run(steps: Steps, captured_rounds: CapturedRounds, shape: RoundShape) -> None:
+def _run(steps: Steps, shape: RoundShape) -> None:
     steps.state.seat(NO_ROWS)
     steps.state.flush()
-    captured_rounds.run(shape)
+    steps.rounds.run(shape)
 
 
 def _capture_parts(steps: Steps) -> None:
     """Run each divided forward once. This captures it, so that no request waits for a capture later."""
-    division, captured_prompts = steps.scheduler.prompt_gap.division, steps.prefill.captured_prompts
-    if division is None or captured_prompts is None:
+    division = steps.scheduler.prompt_gap.division
+    if division is None:
         return
     steps.state.flush()
     longest = min(steps.table.slots.host.shape[1] - 1, division.max_tokens)
     for needed in {steps.state.states_needed(scored=False, ends_prompt=ends) for ends in (False, True)}:
         for size in SIZES_IN_PARTS:
             rows, length = np.array([steps.table.padding_row]), np.array([min(size, longest)])
-            captured_prompts.begin_forward(rows, length, needed, divided=True).run()
+            steps.prefill.forwards.begin_forward(rows, length, needed, divided=True).run()
 
 
-def time_rounds(
-    captured_rounds: CapturedRounds, shapes: Sequence[RoundShape], done: Callable[[int], None]
-) -> list[float]:
+def time_rounds(rounds: Rounds, shapes: Sequence[RoundShape], done: Callable[[int], None]) -> list[float]:
     """Median seconds of a round of each of these captured, bucketed shapes. done: called with the number of finished
     shapes.
 
     Each round begins with random tokens: equal tokens would choose equal experts, and rows of short texts may draw the
     same token.
     """
-    state = captured_rounds.state
+    state = rounds.state
     table, generator = state.cache.table, torch.Generator().manual_seed(0)
     seconds = []
     for number, shape in enumerate(shapes, start=1):
@@ -124,14 +123,14 @@ def time_rounds(
             tokens = torch.randint(state.target.vocab_size, (shape.batch, 1), generator=generator).to(state.device)
             newest = table.committed_len.tensor[: shape.batch, None]
             state.tokens.tensor[: shape.batch].scatter_(1, newest, tokens)
-            stamps.append(captured_rounds.run(shape)[-len(DECODE_STAGES) - 1 :].clone())
+            stamps.append(rounds.run(shape)[-len(DECODE_STAGES) - 1 :].clone())
         timed = torch.stack(stamps[len(stamps) // 2 :]).cpu()
         seconds.append(float((timed[:, -1] - timed[:, 0]).double().median()) / 1e9)
         done(number)
     return seconds
 
 
-def time_prompts(state: DeviceState, gap: PromptGap, prefill: Prefill, max_tokens: int) -> None:
+def time_prompts(state: DeviceState, gap: PromptGap, forwards: PromptForwards, max_tokens: int) -> None:
     """Time forwards over prompts for `gap`: few tokens; a quarter, half and all of `max_tokens`; few tokens after a
     long prefix. The fastest of three runs counts.
 
@@ -149,7 +148,7 @@ def time_prompts(state: DeviceState, gap: PromptGap, prefill: Prefill, max_token
         seconds = []
         for _ in range(4):
             state.clock.start("prefill")
-            prefill.begin_forward(rows, length, needed).run()
+            forwards.begin_forward(rows, length, needed).run()
             begin, end = state.clock.stop().tolist()
             seconds.append((end - begin) / 1e9)
         table.committed_len[table.padding_row] = 0
@@ -168,7 +167,7 @@ def time_prompts(state: DeviceState, gap: PromptGap, prefill: Prefill, max_token
         spent(count, 0, within)
     runs = np.full(min(table.max_requests, max_tokens), table.padding_row, dtype=np.int64)
     for needed in {within, ending}:  # compiles the kernels for many short prompts
-        prefill.begin_forward(runs, np.full_like(runs, min(longest, max_tokens // len(runs))), needed).run()
+        forwards.begin_forward(runs, np.full_like(runs, min(longest, max_tokens // len(runs))), needed).run()
     if few and (prefix := min(longest - few[-1], MAX_PREFIX)) > 0:
         for count in sorted({few[len(few) // 2], few[-1]}):
             spent(count, prefix, within)

@@ -20,19 +20,16 @@ import numpy as np
 import torch
 
 from specdec.gpu.mirrored_array import IntArray, upload
-from specdec.models.target import StatesNeeded
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.grammar_masks import root_masks
 from specdec.runtime.launches import HostCopy, Launch, copy_to_host
 from specdec.runtime.prompts.prompt_budget import Division, PromptGap, PromptLoad
 from specdec.runtime.prompts.prompt_scores import ChunkScoring, scoring_of
 from specdec.runtime.request import Request
-from specdec.runtime.rounds.captured_prompts import CapturedPrompts, eager_forward
+from specdec.runtime.rounds.captured_prompts import PromptForwards, PromptParts
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.prompt_chunks import (
-    LAYERS_A_PART,
     PREFILL_STAGES,
-    PromptParts,
     divide,
     draw_first_tokens,
     score_chunk,
@@ -88,15 +85,10 @@ class PromptReading:
 
 
 class Prefill:
-    """Reads the prompts of one engine. `reading`: a forward that has run in part; None: there is none.
+    """Reads the prompts of one engine. `reading`: a forward that has run in part; None: there is none."""
 
-    captured_prompts: captured forwards; None if nothing is captured.
-    """
-
-    def __init__(
-        self, scheduler: Scheduler, state: DeviceState, captured_prompts: CapturedPrompts | None, threads: CpuThreads
-    ) -> None:
-        self.captured_prompts = captured_prompts
+    def __init__(self, scheduler: Scheduler, state: DeviceState, forwards: PromptForwards, threads: CpuThreads) -> None:
+        self.forwards = forwards
         self.reading: PromptReading | None = None
         self._scheduler = scheduler
         self._state = state
@@ -162,14 +154,6 @@ class Prefill:
         self._scheduler.commit_chunks(requests, chunk_len)
         return launched
 
-    def begin_forward(
-        self, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded, *, divided: bool = False
-    ) -> PromptParts:
-        """Begin a forward over prompt chunks, as a whole or divided; short ones are captured. needed: see `Chunk`."""
-        if self.captured_prompts is None:
-            return eager_forward(self._state, rows, chunk_len, needed, divided=divided)
-        return self.captured_prompts.begin_forward(rows, chunk_len, needed, divided=divided)
-
     def _begin_reading(self, requests: Sequence[Request], chunk_len: IntArray, *, others_decode: bool) -> PromptReading:
         """Begin to read `chunk_len` [B] tokens of these prompts, in parts if decoding requests would otherwise wait too
         long."""
@@ -181,7 +165,7 @@ class Prefill:
         needed = self._state.states_needed(scored=scoring is not None, ends_prompt=ends_prompt)
         gap, load = self._scheduler.prompt_gap, PromptLoad.from_runs(done, chunk_len)
         divided = others_decode and gap.seconds_allowed(self._scheduler.num_waiting, load) is not None
-        parts = self.begin_forward(rows, chunk_len, needed, divided=divided)
+        parts = self.forwards.begin_forward(rows, chunk_len, needed, divided=divided)
         return PromptReading(batch, chunk_len, done, scoring, parts)
 
 
@@ -193,5 +177,5 @@ def division_of(state: DeviceState, *, captured: bool) -> Division | None:
     if not state.target.can_pause or not (captured or state.device.type == "cpu"):
         return None
     states = state.states_needed(scored=False, ends_prompt=False)
-    _, shares = divide(state.target, state.aux_layers, states, LAYERS_A_PART if captured else 1)
+    shares = divide(state, states, captured=captured)[1]
     return Division(shares, SIZES_IN_PARTS[-1], SIZES_IN_PARTS[0]) if captured else Division(shares, 32, 1)

@@ -11,20 +11,18 @@ tokens and with no states. Chunks that need every state, for scores of the promp
 target or drafter always needs every state, these are the only shapes, 26 in all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from specdec.gpu.captures import SPARE_POOL, CaptureStore, Program
+from specdec.gpu.captures import SPARE_POOL, CaptureRule, CaptureStore, Program
 from specdec.gpu.mirrored_array import IntArray, upload
-from specdec.models.paused_forward import PausedForward
 from specdec.models.target import StatesNeeded
-from specdec.runtime.rounds.captured_rounds import CaptureRule, CaptureSet
 from specdec.runtime.rounds.device_state import DeviceState
-from specdec.runtime.rounds.prompt_chunks import LAYERS_A_PART, Chunk, PromptParts, begin_reading, divide, read_chunk
+from specdec.runtime.rounds.prompt_chunks import Chunk, divide, read_chunk
 from specdec.runtime.rounds.prompt_sizes import MIN_LONG_TOKENS, SIZES_IN_PARTS, PartShare, token_buckets
 
 MAX_TOKENS = 8192
@@ -51,33 +49,43 @@ class ChunkShape(NamedTuple):
     def rule(self) -> CaptureRule:
         """Each long size warns of its own: smaller ones may be captured."""
         if self.tokens <= MIN_LONG_TOKENS:
-            return CaptureRule("prompts", "prompts run without CUDA graphs: %s")
-        return CaptureRule(SPARE_POOL, f"forwards over {self.tokens:,} prompt tokens run without CUDA graphs: %s")
+            return CaptureRule("prompts", "prompts", "prompts run without CUDA graphs: %s")
+        warning = f"forwards over {self.tokens:,} prompt tokens run without CUDA graphs: %s"
+        return CaptureRule("prompts", SPARE_POOL, warning)
+
+
+class PromptParts(NamedTuple):
+    """The parts that read some chunks: time share and program of each. read: returns the result after the last part.
+    generation: of the weights."""
+
+    shares: Sequence[PartShare]
+    programs: Sequence[Callable[[], object]]
+    read: Callable[[], Chunk]
+    generation: int
+
+    def run(self) -> Chunk:
+        """Run all parts."""
+        for program in self.programs:
+            program()
+        return self.read()
 
 
 class ChunkProgram:
     """The forward of one shape. It reads rows and lengths from `inputs` [2, R] and leaves its result in `chunk`, at
     fixed addresses if it is captured.
 
-    keep: returns the tensors in which to keep a result. layers_a_part: of a divided forward, each of whose parts is a
-    program. Padding runs have no tokens.
+    keep: copies a result to where it is kept; None: it is not captured. Then each layer of a divided forward is a part.
+    Padding runs have no tokens.
     """
 
-    def __init__(
-        self,
-        state: DeviceState,
-        shape: ChunkShape,
-        keep: Callable[[Chunk], Chunk] = lambda chunk: chunk,
-        layers_a_part: int = LAYERS_A_PART,
-    ) -> None:
+    def __init__(self, state: DeviceState, shape: ChunkShape, keep: Callable[[Chunk], Chunk] | None = None) -> None:
         self.shares = [PartShare()]
         self._chunk: Chunk | None = None
         self._layer_ends: list[int] = []
-        self._paused: PausedForward[Chunk] | None = None  # between two parts
+        self._reading: Generator[None, None, Chunk] | None = None  # between two parts
         self._state = state
         self._shape = shape
         self._keep = keep
-        self._layers_a_part = layers_a_part
         self._inputs = torch.zeros((2, shape.runs), dtype=torch.int64, device=state.device)
 
     @torch.inference_mode()
@@ -88,37 +96,30 @@ class ChunkProgram:
         inputs[:, : len(rows)] = rows, chunk_len
         self._inputs.copy_(upload(inputs, self._inputs.device))
         if self._shape.divided:
-            layers = self._state.target, self._state.aux_layers
-            self._layer_ends, self.shares = divide(*layers, self._shape.needed, self._layers_a_part)
+            needed, captured = self._shape.needed, self._keep is not None
+            self._layer_ends, self.shares = divide(self._state, needed, captured=captured)
 
     @property
     def programs(self) -> list[Program]:
-        return [partial(self._part, end) for end in self._layer_ends] or [self._whole]
+        """The parts, in order."""
+        return [partial(self._run_part, number) for number in range(len(self.shares))]
 
     def result(self) -> Chunk:
         """The result of the last program."""
         assert self._chunk is not None, "the forward has not run"
         return self._chunk
 
-    def _whole(self) -> torch.Tensor:
-        rows, length = self._inputs
-        return self._end(read_chunk(self._state, rows, length, self._shape.tokens, self._shape.needed))
-
     @torch.inference_mode()
-    def _part(self, end: int) -> torch.Tensor:
-        if end == self._layer_ends[0]:
-            rows, length = self._inputs
-            self._paused = begin_reading(self._state, rows, length, self._shape.tokens, self._shape.needed)
-        assert self._paused is not None, f"the part up to layer {end} before the first"
-        self._paused.advance(end)
-        if end < self._layer_ends[-1]:
-            return self._inputs  # a program must return a tensor to keep
-        paused, self._paused = self._paused, None
-        return self._end(paused.finish())
-
-    def _end(self, chunk: Chunk) -> torch.Tensor:
-        self._chunk = self._keep(chunk)
-        return self._chunk.hidden
+    def _run_part(self, number: int) -> torch.Tensor:
+        if number == 0:
+            (rows, length), shape = self._inputs, self._shape
+            self._reading = read_chunk(self._state, rows, length, shape.tokens, shape.needed, self._layer_ends)
+        assert self._reading is not None, f"part {number} before the first"
+        try:
+            next(self._reading)
+        except StopIteration as end:
+            self._reading, self._chunk = None, end.value if self._keep is None else self._keep(end.value)
+        return self._inputs  # a program must return a tensor to keep
 
 
 def eager_forward(
@@ -126,25 +127,23 @@ def eager_forward(
 ) -> PromptParts:
     """A forward that is not captured, as a whole or with each layer as a part."""
     shape = ChunkShape(int(chunk_len.sum()), len(rows), needed, divided)
-    program = ChunkProgram(state, shape, layers_a_part=1)
+    program = ChunkProgram(state, shape)
     program.load_chunks(rows, chunk_len)
     return PromptParts(program.shares, program.programs, program.result, state.weights.generation())
 
 
-class CapturedPrompts(CaptureSet):
-    """The captured chunks of one engine. All shapes share the tensors that receive results for the drafter and the
-    first draw, since results are read before the next forward runs."""
+class PromptForwards:
+    """The forwards over prompts of one engine. store: its captures.
 
-    kind = "prompts"
+    All captured shapes share the tensors that receive results for the drafter and the first draw, since results are
+    read before the next forward runs.
+    """
 
-    def __init__(self, state: DeviceState, store: CaptureStore, *, strict: bool) -> None:
+    def __init__(self, state: DeviceState, store: CaptureStore) -> None:
+        self._state = state
+        self._store = store
         self._results: dict[str, torch.Tensor] = {}  # [places, ...]; never replaced: captured forwards write them
         self._made: dict[ChunkShape, ChunkProgram] = {}  # one per shape: captures read its inputs
-        super().__init__(state, store, strict=strict)
-
-    @property
-    def shared_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._results.values())
 
     @torch.inference_mode()
     def _copy_chunk(self, chunk: Chunk) -> Chunk:
@@ -161,6 +160,7 @@ class CapturedPrompts(CaptureSet):
         count, *rest = new.shape
         if name not in self._results:
             self._results[name] = new.new_empty((MAX_TOKENS + 1, *rest))
+            self._store.shared_bytes += self._results[name].nbytes
         return self._results[name][:count].copy_(new)
 
     def begin_forward(
@@ -171,31 +171,34 @@ class CapturedPrompts(CaptureSet):
         Not captured: sizes beyond the largest, and (rare) chunks with scores if the target otherwise makes fewer final
         states. divided: in parts, if such a size is captured in parts. needed: see `Chunk`.
         """
+        store = self._store
+        if not store.captures:
+            return eager_forward(self._state, rows, chunk_len, needed, divided=divided)
         size = len(rows), int(chunk_len.sum())
         shape = (self.bucket(*size, needed, divided=True) if divided else None) or self.bucket(*size, needed)
-        rare = needed is StatesNeeded.EVERY and self.state.states_needed(scored=False, ends_prompt=True) is not needed
+        rare = needed is StatesNeeded.EVERY and self._state.states_needed(scored=False, ends_prompt=True) is not needed
         if shape is None or rare:
-            self.store.uncaptured[self.kind] += 1
-            return eager_forward(self.state, rows, chunk_len, needed)
-        self.state.weights.generation()  # checked first: another model may have other layers
-        program = self._made.get(shape) or ChunkProgram(self.state, shape, self._copy_chunk)
+            store.uncaptured["prompts"] += 1
+            return eager_forward(self._state, rows, chunk_len, needed)
+        self._state.weights.generation()  # checked first: another model may have other layers
+        program = self._made.get(shape) or ChunkProgram(self._state, shape, self._copy_chunk)
         self._made[shape] = program
         program.load_chunks(rows, chunk_len)
-        programs = self.programs_to_run(shape, program.programs, shape.rule)
+        programs = store.programs_to_run(shape, program.programs, shape.rule)
 
         def read() -> Chunk:
             chunk = program.result()
-            self.capture_next(shape, program.programs, shape.rule)  # at once: each of the few shapes occurs again
+            store.capture_next(shape, program.programs, shape.rule)  # at once: each of the few shapes occurs again
             return chunk
 
-        return PromptParts(program.shares, programs, read, self._generation)
+        return PromptParts(program.shares, programs, read, store.generation)
 
     def bucket(
         self, num_runs: int, num_tokens: int, needed: StatesNeeded, *, divided: bool = False
     ) -> ChunkShape | None:
         """The captured shape for `num_tokens` tokens, rounded up to the next size."""
         for tokens in SIZES_IN_PARTS if divided else token_buckets(MAX_TOKENS):
-            runs = min(max(MIN_RUNS, tokens // TOKENS_A_RUN), self.state.cache.table.max_requests)
+            runs = min(max(MIN_RUNS, tokens // TOKENS_A_RUN), self._state.cache.table.max_requests)
             if num_tokens <= tokens <= MAX_TOKENS and runs >= num_runs:
                 return ChunkShape(tokens, runs, needed, divided)
         return None

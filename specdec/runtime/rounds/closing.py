@@ -10,6 +10,8 @@
 One program runs per request. Padding seats get a result, but their row does not change.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -19,18 +21,26 @@ from specdec.kvcache.layout import PrimaryLoc
 from specdec.kvcache.table import Move, RequestTable, Rows
 
 
+class VerifiedRound(NamedTuple):
+    """B trees of N nodes, whose roots are at positions `start` [B] of their rows, as the target has verified them.
+
+    drawn [B, N]: the token that the target draws after each node. max_path [B]: longest path to accept, at least 1.
+    width, depth: columns of nodes and of tokens in the packed result; width >= N, depth >= the length of every path.
+    """
+
+    tree: DraftTree
+    drawn: torch.Tensor
+    max_path: torch.Tensor
+    rows: Rows
+    start: torch.Tensor
+    width: int
+    depth: int
+
+
 def reference_closing(
-    tree: DraftTree,
-    drawn: torch.Tensor,
-    max_path: torch.Tensor,
-    rows: Rows,
-    start: torch.Tensor,
-    table: RequestTable,
-    tokens: torch.Tensor,
-    packed: torch.Tensor,
-    width: int,
-    depth: int,
+    verified: VerifiedRound, table: RequestTable, tokens: torch.Tensor, packed: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, Move | None]:
+    tree, drawn, max_path, rows, start, width, depth = verified
     path, accepted_len, emitted = reference_accept(tree, drawn)
     length = torch.minimum(accepted_len, max_path)
     move = table.commit_on_device(rows, length, None if tree.is_chain else path)
@@ -116,24 +126,14 @@ def _closing_kernel(
 
 
 def closing(
-    tree: DraftTree,
-    drawn: torch.Tensor,
-    max_path: torch.Tensor,
-    rows: Rows,
-    start: torch.Tensor,
-    table: RequestTable,
-    tokens: torch.Tensor,
-    packed: torch.Tensor,
-    width: int,
-    depth: int,
+    verified: VerifiedRound, table: RequestTable, tokens: torch.Tensor, packed: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, Move | None]:
-    """Accept and commit B trees of N nodes, whose roots are at positions `start` [B] of their rows.
+    """Accept and commit a verified round.
 
-    drawn [B, N]: the token that the target draws after each node. max_path [B]: longest path to accept, at least 1.
-    tokens: token ids by row and position; the emitted tokens are appended. packed [B, 1 + W + D]: receives the result;
-    W >= N, and D is at least the length of every path. Returns length [B], bonus token [B], and with larger pages the
-    K/V to move.
+    tokens: token ids by row and position; the emitted tokens are appended. packed [B, 1 + W + D]: receives the result.
+    Returns length [B], bonus token [B], and with larger pages the K/V to move.
     """
+    tree, drawn, max_path, rows, start, width, depth = verified
     batch, num_nodes = tree.tokens.shape
     slots, committed_len = table.slots.tensor, table.committed_len.tensor
     table.allocator.require_unfrozen("commit")

@@ -16,7 +16,7 @@ from specdec.attention.plan import plan_verify
 from specdec.attention.trees.tree import DraftTree, force_tokens, without_blanks
 from specdec.draft_models.base import DraftBatch, Observation
 from specdec.kvcache.table import Rows
-from specdec.runtime.rounds.closing import closing, reference_closing
+from specdec.runtime.rounds.closing import VerifiedRound, closing, reference_closing
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.drafter_lag import added_lag
 from specdec.runtime.rounds.opening import opening, reference_opening
@@ -132,12 +132,11 @@ class DecodeRound:
         inputs = state.edit_inputs(rows, opened.history_len, shape, self.verify_tree, allowed)
         drawn = self.sampler.draw(self.logits, drawn_pos, inputs, self.softcap)
         numbers, packed, stamps = empty_result(shape, len(DECODE_STAGES) + 1, state.device)
-        close = closing if state.on_kernels else reference_closing
-        length, bonus, move = close(
-            *(tree, drawn, self.max_path, rows, opened.committed_len, state.cache.table, state.tokens.tensor, packed),
-            width=shape.width,
-            depth=shape.depth,
+        verified = VerifiedRound(
+            tree, drawn, self.max_path, rows, opened.committed_len, width=shape.width, depth=shape.depth
         )
+        close = closing if state.on_kernels else reference_closing
+        length, bonus, move = close(verified, state.cache.table, state.tokens.tensor, packed)
         if move is not None:
             state.cache.move(move)
         _, nodes, tokens = packed.split([1, shape.width, shape.depth], dim=1)

@@ -14,18 +14,17 @@ is deterministic, a row's numbers do not depend on other rows: head and softmax 
 (`LogProbs`), so a token has the same score in an output and in a prompt. The host never waits here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from specdec.attention.plan import KVPlan, Pack, plan_last, plan_packed
+from specdec.attention.plan import Pack, plan_last, plan_packed
 from specdec.draft_models.base import PromptObservation
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.kvcache.table import Rows
-from specdec.models.paused_forward import PausedForward
-from specdec.models.target import StatesNeeded, TargetModel
+from specdec.models.target import StatesNeeded
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.prompt_sizes import PartShare
 from specdec.runtime.rounds.result import RoundShape, pack_round_result
@@ -59,47 +58,25 @@ class Chunk(NamedTuple):
     aux_states: torch.Tensor | None
     needed: StatesNeeded
 
-    @classmethod
-    def from_pack(
-        cls, pack: Pack, tokens: torch.Tensor, done: tuple[torch.Tensor, torch.Tensor | None], needed: StatesNeeded
-    ) -> "Chunk":
-        """Make a chunk from the result of the target's forward: hidden and auxiliary states."""
-        hidden, aux_states = done
-        hidden = hidden[0].expand(len(pack.rows), -1) if needed is StatesNeeded.NONE else hidden[0]
-        return cls(pack, tokens, hidden, None if aux_states is None else aux_states[0], needed)
-
     def last_hidden(self) -> torch.Tensor:
         """Final states at the end of each run [R, H]; zeros if none were made."""
         return self.hidden[self.pack.last] if self.needed is StatesNeeded.EVERY else self.hidden
 
 
-@torch.inference_mode()
 def read_chunk(
-    state: DeviceState, rows: torch.Tensor, length: torch.Tensor, num_places: int, needed: StatesNeeded
-) -> Chunk:
+    state: DeviceState,
+    rows: torch.Tensor,
+    length: torch.Tensor,
+    num_places: int,
+    needed: StatesNeeded,
+    layer_ends: Sequence[int],
+) -> Generator[None, None, Chunk]:
     """Run the target over the next `length` [R] tokens of rows [R], at most `num_places` together.
 
-    Makes their K/V and the final states that `needed` names. Layers that are needed for neither do not run.
+    Makes their K/V and the final states that `needed` names. Layers that are needed for neither do not run. layer_ends:
+    the layer before which each part ends; it pauses after each but the last. Empty: it runs as a whole.
     """
-    pack, tokens, plan, fewer = _prepare_reading(state, rows, length, num_places, needed)
-    done = state.target.forward(tokens[None], plan, state.view, state.aux_layers, **fewer)
-    return Chunk.from_pack(pack, tokens, done, needed)
-
-
-@torch.inference_mode()
-def begin_reading(
-    state: DeviceState, rows: torch.Tensor, length: torch.Tensor, num_places: int, needed: StatesNeeded
-) -> PausedForward[Chunk]:
-    """Begin the forward of `read_chunk`, stopped before its first layer. Requires a target that can pause."""
-    pack, tokens, plan, fewer = _prepare_reading(state, rows, length, num_places, needed)
-    paused = state.target.begin(tokens[None], plan, state.view, state.aux_layers, **fewer)
-    return PausedForward(paused.advance, lambda: Chunk.from_pack(pack, tokens, paused.finish(), needed))
-
-
-def _prepare_reading(
-    state: DeviceState, rows: torch.Tensor, length: torch.Tensor, num_places: int, needed: StatesNeeded
-) -> tuple[Pack, torch.Tensor, KVPlan, dict[str, Any]]:
-    table = state.cache.table
+    table, target = state.cache.table, state.target
     pack = Pack.from_lengths(rows, table.committed_len.tensor[rows], length, num_places)
     plan = plan_packed(state.backend, table, pack)
     last_column = state.tokens.tensor.shape[1] - 1
@@ -110,36 +87,24 @@ def _prepare_reading(
         fewer = {"last_plan": plan_last(state.backend, table, pack)}
     elif needed is StatesNeeded.NONE:
         fewer = {"kv_only": True}
-    return pack, tokens, plan, fewer
+    inputs = tokens[None], plan, state.view, state.aux_layers
+    if layer_ends:
+        hidden, aux_states = yield from target.forward_in_parts(*inputs, layer_ends, **fewer)
+    else:
+        hidden, aux_states = target.forward(*inputs, **fewer)
+    hidden = hidden[0].expand(len(rows), -1) if needed is StatesNeeded.NONE else hidden[0]
+    return Chunk(pack, tokens, hidden, None if aux_states is None else aux_states[0], needed)
 
 
-class PromptParts(NamedTuple):
-    """The parts that read some chunks: time share and program of each. read: returns the result after the last part.
-    generation: of the weights."""
-
-    shares: Sequence[PartShare]
-    programs: Sequence[Callable[[], object]]
-    read: Callable[[], Chunk]
-    generation: int
-
-    def run(self) -> Chunk:
-        """Run all parts."""
-        for program in self.programs:
-            program()
-        return self.read()
-
-
-def divide(
-    target: TargetModel, aux_layers: Sequence[int], needed: StatesNeeded, layers_a_part: int
-) -> tuple[list[int], list[PartShare]]:
-    """Divide a forward into parts of at most `layers_a_part` layers. Returns the layer number at which each part ends,
-    and its share of the time: in proportion to its layers; for attention, to those layers in which every token sees the
-    whole prefix."""
+def divide(state: DeviceState, needed: StatesNeeded, *, captured: bool) -> tuple[list[int], list[PartShare]]:
+    """Divide a forward into parts: of one layer, or of at most LAYERS_A_PART if it is captured. Returns the layer
+    number at which each part ends, and its share of the time: in proportion to its layers; for attention, to those
+    layers in which every token sees the whole prefix."""
+    target, layers_a_part = state.target, LAYERS_A_PART if captured else 1
     num_layers = len(target.layout.layers)
-    narrow = target.narrows_at(aux_layers)
-    every = num_layers if needed is StatesNeeded.EVERY or narrow is None else narrow + 1
-    narrowed = None if needed is StatesNeeded.EVERY else narrow
-    sees_all = [target.windows[layer] is None and layer != narrowed for layer in range(every)]
+    narrow = None if needed is StatesNeeded.EVERY else target.narrows_at(state.aux_layers)
+    every = num_layers if narrow is None else narrow + 1
+    sees_all = [target.windows[layer] is None and layer != narrow for layer in range(every)]
     layer_ends, shares = _evenly(0, every, layers_a_part), []
     for begin, end in pairwise([0, *layer_ends]):
         forward = (end - begin) / every
