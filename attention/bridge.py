@@ -1,4 +1,4 @@
-"""The bridge into Hugging Face models: one attention function, and nothing else.
+"""The bridge into Hugging Face models: one attention function, and the context of a forward that answers its calls.
 
 `transformers` calls the function registered as "specdec" from every attention layer, with post-RoPE queries and the new
 tokens' keys and values, and passes on our keyword `specdec_ctx`. The function hands the call to that context. No mask

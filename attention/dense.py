@@ -14,8 +14,8 @@ packs run by run (`runs_attention`; `masked_runs` within a capture). Two functio
 
     attend_together   all rows of a request in one operation
     attend_alone      row by row, so that a row's bits depend on its own path only: on its query and the keys it sees.
-                      Every tensor that a row's operations get has a shape, strides and an alignment that follow from
-                      its path. Kernels do this by another order of sums (`kernels/tree_attention.py`).
+                      Its path alone decides the shape, strides and alignment of every tensor that it is computed
+                      with. Kernels do this by another order of sums (`kernels/tree_attention.py`).
 
 Keys are read from the pools, after the forward has stored its own.
 """

@@ -1,7 +1,7 @@
 """Drafters that have a config.json or a word of their own: how each is recognised, and how it is made.
 
-To add one, add a line to `FAMILIES` (with checkpoints) or to `WORDS` (without). `specdec/loading/drafter_loading.py`
-recognises MTP modules, language models, and drafters that depend on the target.
+To add one, add a line to `DRAFTER_FAMILIES` (with checkpoints) or to `WORDS` (without).
+`specdec/loading/drafter_loading.py` recognises MTP modules, language models, and drafters that depend on the target.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ class DrafterFamily(NamedTuple):
 
 
 ASSISTANTS = f"Gemma 4 MTP assistants ({', '.join(ASSISTANT_TYPES)})"
-FAMILIES = (
+DRAFTER_FAMILIES = (
     DrafterFamily(ASSISTANTS, is_assistant_config, Gemma4MTPDrafter, is_module=True),
     DrafterFamily("block drafters (DFlash, DSpark, JetSpec)", is_block_config, block_drafter),
     DrafterFamily("EAGLE-3 heads", is_eagle3_config, eagle3_drafter),
@@ -74,7 +74,7 @@ def drafter_parts(drafter: Any) -> tuple[Any, str | None]:
 
 def drafter_family(config: Mapping[str, Any]) -> DrafterFamily | None:
     """The family of a config.json; None: it is no drafter's."""
-    return next((family for family in FAMILIES if family.matches(config)), None)
+    return next((family for family in DRAFTER_FAMILIES if family.matches(config)), None)
 
 
 def is_drafter_config(config: Mapping[str, Any]) -> bool:
@@ -98,6 +98,6 @@ def building(config: Mapping[str, Any]) -> AbstractContextManager[None]:
 def not_a_drafter(what: str, config: Mapping[str, Any]) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{what} has model_type {config.get('model_type')!r}; supported are "
-        f"{', '.join(family.title for family in FAMILIES)}, MTP modules, causal language models, "
+        f"{', '.join(family.title for family in DRAFTER_FAMILIES)}, MTP modules, causal language models, "
         f"and by name {', '.join(NAMES)}"
     )

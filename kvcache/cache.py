@@ -1,7 +1,7 @@
 """The KV cache of one engine: which request owns which slots, and the tensors of every model at those slots.
 
     allocator   slots of all groups             table    which request owns which, and how many are committed
-    stores      one per model that keeps K/V    move     visits every store, so that no model's K/V is left out
+    stores      of each model that keeps K/V    move     visits every store, so that no model's K/V is left out
 
 It computes nothing itself: the backend stores and moves K/V.
 """

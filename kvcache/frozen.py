@@ -1,4 +1,4 @@
-"""Views: the only way a worker touches KV, and the FROZEN_KV protocol that lends the target's pools to a drafter.
+"""Views: the only way to the K/V of another model, and the FROZEN_KV protocol that lends the target's to a drafter.
 
     state of the allocator     target's view          drafter's view (worker.view)
     LIVE                       reads and writes       None: a frozen drafter owns nothing

@@ -123,9 +123,8 @@ class Retention(NamedTuple):
     def num_kept(self, lookahead: int) -> int | None:
         """How many tokens an engine keeps for requests with `lookahead` uncommitted tokens; None: all.
 
-        A record is kept until it is folded and no round in flight reads it, so up to `lookahead` plus one round's
-        tokens are kept. A grammar may force up to FOLD tokens in a round, root included, even if the lookahead is
-        shorter.
+        A record is kept until it is folded and no round in flight reads it, so up to twice `lookahead` are kept. A
+        grammar may force up to FOLD tokens in a round, root included, even if the lookahead is shorter.
         """
         return self.window if self.cached else FOLD + max(2 * lookahead, FOLD)
 

@@ -45,16 +45,18 @@ class _Node:
 class PrefixCache:
     """The cache of the allocator of `table`.
 
-    pairs: some K/V of a slot (a drafter's own) also depend on the next token. A run of n tokens then determines the K/V
-    of its first n - 1 slots only. states: copies of recurrent layers' states; None: the model has no recurrent layers.
-    `salt` arguments: texts with different salts share no page, as if their first tokens differed.
+    needs_next_token: some K/V of a slot (a drafter's own) also depend on the next token. A run of n tokens then
+    determines the K/V of its first n - 1 slots only. states: copies of recurrent layers' states; None: the model has no
+    recurrent layers. `salt` arguments: texts with different salts share no page, as if their first tokens differed.
     """
 
-    def __init__(self, table: RequestTable, *, pairs: bool = False, states: StateCache | None = None) -> None:
+    def __init__(
+        self, table: RequestTable, *, needs_next_token: bool = False, states: StateCache | None = None
+    ) -> None:
         self.table = table
         self.allocator = table.allocator
         self.page_size = table.allocator.page_size
-        self.pairs = pairs
+        self.needs_next_token = needs_next_token
         self.states = states
         self._is_cached = np.array([kept.cached for kept in self.allocator.groups])  # [groups]
         self.allocator.cache = self
@@ -64,7 +66,7 @@ class PrefixCache:
         """One number per slot. It encodes the token, or pair of tokens, that the slot's K/V depend on besides earlier
         slots."""
         ids = np.array(tokens, dtype=np.int64)
-        return ids[:-1] << 32 | ids[1:] if self.pairs else ids
+        return ids[:-1] << 32 | ids[1:] if self.needs_next_token else ids
 
     def common_len(self, key: IntArray, other: IntArray) -> int:
         """Length of the common prefix of both keys in slots, rounded down to whole pages."""
@@ -139,7 +141,7 @@ class PrefixCache:
         self._by_age: dict[_Node, None] = {}  # least recently used first; a node is before its parent
 
     def evict(self, pages: ByGroup[int]) -> None:
-        """Free this many more pages of each pool, or all that only the cache claims if there are fewer."""
+        """Free `pages` more pages of each pool; if the cache alone claims fewer, free those."""
         pools = self.allocator.pools
         min_free = ByGroup(tuple(pool.free_pages + more for pool, more in zip(pools, pages, strict=True)))
         if pages[PRIMARY]:

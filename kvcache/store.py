@@ -3,10 +3,10 @@
     store_kv   pool_k[slots[t]] = k[t],  pool_v[slots[t]] = v[t]           t = 0..T-1, one layer a launch
     move_kv    scratch = tensor[source];  tensor[destination] = scratch    every tensor of a group, in two launches
 
-A store owns tensors and nothing else. Each model of an engine that keeps K/V has one store, made from its layout. One
-allocator gives the slots of all stores, and a tensor is indexed by the slots of its group. All padding writes to the
-null slot: any of these writes may win, and no query reads the slot. All other destinations are distinct. A move reads
-all sources before it writes, so source and destination of a path may overlap.
+A store owns tensors and nothing else. Each model of an engine that keeps K/V has one store, made from its layout, or
+one per rank. One allocator gives the slots of all stores, and a tensor is indexed by the slots of its group. All
+padding writes to the null slot: any of these writes may win, and no query reads the slot. All other destinations are
+distinct. A move reads all sources before it writes, so source and destination of a path may overlap.
 """
 
 from collections.abc import Sequence

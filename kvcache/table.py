@@ -20,7 +20,7 @@ depth. In a group with a window, a verify by kernels reads
                      ancestors, found by walking its parents (`attention/kernels/own_keys.py`)
     of both          those that the window reaches: key position > query position - window
 
-The default backend in plain torch gathers all keys of that page table and all nodes, and masks them by the same rules.
+The backend in plain torch gathers all keys of that page table and all nodes, and masks them by the same rules.
 
 `evict_unseen` frees only peers before S - max_lag - retain, with S as the host has committed it. A round in flight
 begins at that S or a later one, so its tables name no evicted page.
@@ -83,8 +83,8 @@ class RequestTable:
     shared_len: position of each row's first own K/V, on host and device: the end of its adopted pages.
     extra_keys: committed keys that every windowed group keeps beyond its window, for a drafter that reads them.
     max_lag: [groups] upper bound on the committed tokens that a drafter has not read yet; None: 0 in each group.
-    retain: [groups] committed keys that a forward may read before its first token (in the primary group: all), on host
-    and device. Eviction keeps this many before the oldest token of the lag. evicted_len: [groups, rows] number of first
+    retain: [groups] how many of the newest committed keys a forward may read (in the primary group: all), on host and
+    device. Eviction keeps this many before the oldest token of the lag. evicted_len: [groups, rows] number of first
     tokens whose peers are freed.
     """
 
@@ -282,17 +282,17 @@ class RequestTable:
             message = f"rows {rows.tolist()}: a path names nodes past the slots they own: {path.tolist()}"
             raise name_row(KVStateError(message), rows[astray][0])
 
-    def evict_unseen(self, rows: IntArray, *, slack_pages: int = 1, ahead: bool = False) -> int:
+    def evict_unseen(self, rows: IntArray, *, slack_pages: int = 1, lazily: bool = False) -> int:
         """In each windowed group, free the peers of tokens that no later query can see; returns the number of pages. A
         chunk in flight may still read freed pages: the device runs launches in order, so only a later launch can
         overwrite them (`runtime/launches.py`).
 
-        `slack_pages` pages before the window are kept as well: usually 1, and 0 when the pool is short. ahead: with
+        `slack_pages` pages before the window are kept as well: usually 1, and 0 when the pool is short. lazily: with
         ample room nothing is freed in a group until a row has PREALLOC_SLOTS such tokens.
         """
         self.allocator.require_unfrozen("evict")
         page_size, freed = self.allocator.page_size, 0
-        least = PREALLOC_SLOTS if ahead and self.has_ample_room else 1
+        least = PREALLOC_SLOTS if lazily and self.has_ample_room else 1
         for group in self.allocator.windowed:
             start = self.evicted_len[group, rows]
             read_len = self.committed_len.host[rows] - self.max_lag[group]

@@ -336,7 +336,7 @@ class Engine:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of all K/V pools together."""
+        """Bytes of all K/V pools and recurrent states together."""
         return sum(self.cache.bytes_by_group().values())
 
     @contextmanager

@@ -197,7 +197,7 @@ class PrefixRig:
         self.table = RequestTable(
             self.allocator, max_requests=4, max_len=max_len, lookahead=lookahead, extra_keys=extra_keys
         )
-        self.cache = PrefixCache(self.table, pairs=pairs)
+        self.cache = PrefixCache(self.table, needs_next_token=pairs)
 
     def begin(self, text: Sequence[int]) -> tuple[int, int]:
         """Open a request with this prompt. Returns (row, slots adopted)."""

@@ -58,7 +58,7 @@ class KVMachine(RuleBasedStateMachine):
         self.own = self.table.add_store(
             KVLayout.from_windows([None], 1, 1), torch.float64
         )  # of a drafter that looks ahead
-        self.cache = PrefixCache(self.table.table, pairs=self.pairs)
+        self.cache = PrefixCache(self.table.table, needs_next_token=self.pairs)
         self.worker = Worker()
         self.texts: dict[int, list[int]] = {}  # row -> its tokens; one more than are committed, or the rest of a prompt
         self.ended: list[list[int]] = [[]]

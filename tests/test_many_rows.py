@@ -183,7 +183,7 @@ def test_most_rounds_change_no_slot_where_there_is_ample_room(window_pages: int,
         before = table.capacity.tolist(), table.evicted_len.tolist()
         table.ensure_slots(rows, table.committed_len.host[rows] + LOOKAHEAD, ahead=True)
         table.commit_chunk_on_host(rows, ints(1, 1))
-        table.evict_unseen(rows, ahead=True)
+        table.evict_unseen(rows, lazily=True)
         found.append((table.capacity.tolist(), table.evicted_len.tolist()) != before)
         more = PREALLOC_SLOTS if window_pages == 400 else 0
         assert (table.capacity[rows] - table.committed_len.host[rows] < LOOKAHEAD + more).all()

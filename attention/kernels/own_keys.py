@@ -1,4 +1,4 @@
-"""Own keys: slots, by position, of the keys that differ from node to node. Made once per step and group.
+"""Own keys: slots, by position, of the keys that differ from node to node. Made once per plan and window of a group.
 
 Request b has S committed keys. Keys from position base_b = S - S % ALIGN on are a node's own (see `tree_attention.py`):
 

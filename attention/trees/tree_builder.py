@@ -32,7 +32,7 @@ from specdec.gpu.triton_shim import tl, triton
 
 LOWEST = torch.finfo(torch.float32).min
 MAX_KERNEL_TOPK = 32
-"""Widest beam of the kernel: it holds MAX_TOPK squared scores in registers."""
+"""Widest beam of the kernel: it holds this number squared of scores in registers."""
 
 
 class Candidates(NamedTuple):

@@ -30,7 +30,7 @@ from specdec.layers.gemm.product import Tiles, choose_split_k, finish, split_k_o
 from specdec.layers.norm import Norm, norm
 from specdec.layers.packed.packed_gemm import dequantise
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised
-from specdec.measurement.random_weights import WeightForm, empty_packed, fill_packed
+from specdec.measurement.random_weights import RandomPacking, empty_packed, fill_packed
 
 SHAPES: dict[str, tuple[int, int, str | None]] = {  # [N, K], and what gates it
     "E4B gate and up": (20480, 2560, "gelu_tanh"),
@@ -69,7 +69,7 @@ def random_weight(form: str, *shape: int, dtype: torch.dtype = DTYPE) -> Any:
     if code == "bf16":
         return (torch.randn(shape, device=DEVICE) * shape[-1] ** -0.5).to(dtype)
     group = {"row": None, "block": 128, "g128": 128}.get(kind, 32)
-    weight = fill_packed(empty_packed(WeightForm(form, code, group), DEVICE, torch.Size(shape)))
+    weight = fill_packed(empty_packed(RandomPacking(form, code, group), DEVICE, torch.Size(shape)))
     scales = weight.scales.to(torch.float32 if code == "e4m3" else dtype)
     zeros = torch.randint(0, 17, scales.shape, device=DEVICE).to(scales.dtype) if kind == "zeros" else None
     return replace(weight, scales=scales, zeros=zeros).with_repeated_scales()

@@ -22,7 +22,7 @@ from specdec.draft_models.checkpoints.checkpoint_files import (
     write_folder,
 )
 from specdec.draft_models.native_mtp.mtp_drafter import (
-    FAMILIES,
+    MTP_FAMILIES,
     SPECULATORS,
     MtpFamily,
     MtpTarget,
@@ -167,11 +167,11 @@ def conventions_of(folder: Path, target: TargetInfo) -> MtpFamily:
 def family_of(target: TargetInfo) -> MtpFamily:
     """The row of the target's model type. Raises UnsupportedModelError if the type has none."""
     for kind in target.model_types:
-        if kind in FAMILIES:
-            return FAMILIES[kind]
+        if kind in MTP_FAMILIES:
+            return MTP_FAMILIES[kind]
     raise UnsupportedModelError(
         f"{target.name} is a {target.model_types[0]}, whose MTP conventions are not known; known are "
-        f"{', '.join(sorted(FAMILIES))}"
+        f"{', '.join(sorted(MTP_FAMILIES))}"
     )
 
 

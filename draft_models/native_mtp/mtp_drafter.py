@@ -11,7 +11,8 @@ Module k reads a token and a state and has its own K/V:
 
 The carry is z or y. A single module always has form R. Publications give row p of module k the token t_{p+1+k}, so the
 last k rows of module k depend on drafts. Here a row is numbered by its token instead, in the same way for every module:
-`feedback_drafts.py`. So in form T row (k, q) reads h_{q-k}, the state that row (k - 1, q - 1) read.
+`feedback_drafts.py`. In form T, row q of module k reads the target's state at q - k, as row q - 1 of
+module k - 1 did.
 """
 
 import copy
@@ -55,7 +56,7 @@ SPECULATORS = MtpFamily()
 """speculators 0.5 (`models/mtp`), for any target: MiMo's names at the top level, the embedding first, the carry after
 `final_layernorm`."""
 
-FAMILIES: dict[str, MtpFamily] = {
+MTP_FAMILIES: dict[str, MtpFamily] = {
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "kimi_k25"), DEEPSEEK),
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite"), DEEPSEEK),
     "hy_v3": DEEPSEEK,  # tensors like GLM's; its final norm is `final_layernorm`

@@ -8,8 +8,8 @@ budget that is too small does not make every round capture. If weights have move
 
 Captures of one pool share its memory, since they never run at the same time: a pool is as large as its largest capture
 needs, and is freed with its last capture. If the device is out of memory, all other captures are evicted and the new
-one is tried once more. Captures of SPARE_POOL are evicted first, and no other capture is evicted for them. Invariant:
-`stats()` is always correct; it counts everything that runs uncaptured.
+one is tried once more. Captures of SPARE_POOL are evicted first, and no other capture is evicted for them. Where
+programs are captured, `stats()` counts all that have run uncaptured since the warm-up.
 """
 
 import logging
@@ -62,8 +62,9 @@ class CaptureStats(NamedTuple):
 
     captured: rounds and prompt forwards that can be replayed now. made, evicted, refused: captures made so far, evicted
     for others, and failed for any reason. bytes: memory of all captures and their results, on the device that holds
-    most. budget_bytes: upper bound on `bytes`; None: nothing is captured. uncaptured_rounds, uncaptured_prompts: rounds
-    and prompt forwards launched kernel by kernel, such as the first of a shape.
+    most. budget_bytes: upper bound on `bytes`; None: no bound, or nothing is captured. uncaptured_rounds: rounds, and
+    forwards in which the drafter catches up, launched kernel by kernel, such as the first of a shape;
+    uncaptured_prompts: the same of prompt forwards.
     """
 
     captured: int = 0
@@ -139,11 +140,10 @@ class CaptureStore:
     """All captures of one engine, by shape.
 
     If a capture fails, the program runs eagerly, is counted (`stats`), and its capture is tried again later. capture:
-    None: all programs run eagerly, and none is counted. memory:
-    sizes are known only if it is a `CaptureMemory`. budget_bytes: None: no bound. shared_bytes: bytes of the tensors
-    that receive the results of captured programs. weights_generation: changes when weights have moved. view_key: key of
-    the K/V view of programs that run now. strict: a failed capture is a ConfigError, unless memory or budget is too
-    small for a long prompt.
+    None: all programs run eagerly, and none is counted. memory: sizes are known only if it is a `CaptureMemory`.
+    budget_bytes: None: no bound. shared_bytes: bytes of the tensors that receive the results of captured programs.
+    weights_generation: changes when weights have moved. view_key: key of the K/V view of programs that run now. strict:
+    a failed capture is a ConfigError, unless memory or budget is too small for a long prompt.
     """
 
     def __init__(

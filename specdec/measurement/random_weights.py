@@ -61,7 +61,7 @@ SPREAD = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class WeightForm:
+class RandomPacking:
     """How `specdec bench --weights` packs the layers. group: most columns per scale; None: one scale per row."""
 
     name: str
@@ -80,10 +80,10 @@ UNPACKED = "bf16"
 FORMS = {
     form.name: form
     for form in (
-        WeightForm("int4-g32", "int4", 32),
-        WeightForm("int4-g128", "int4", 128),
-        WeightForm("fp8", "e4m3", None),
-        WeightForm("mxfp4", "e2m1", 32, experts_only=True),
+        RandomPacking("int4-g32", "int4", 32),
+        RandomPacking("int4-g128", "int4", 128),
+        RandomPacking("fp8", "e4m3", None),
+        RandomPacking("mxfp4", "e2m1", 32, experts_only=True),
     )
 }
 
@@ -91,13 +91,13 @@ MakePacked = Callable[[torch.Size], PackedWeight]
 """[.., N, K] -> a packed weight of that shape."""
 
 
-def find_form(name: str) -> WeightForm | None:
+def find_form(name: str) -> RandomPacking | None:
     """The form of that name; None: bfloat16, not packed. Raises ConfigError with the list of names."""
     require_one_of("weights", name, (UNPACKED, *FORMS))
     return FORMS.get(name)
 
 
-def empty_packed(form: WeightForm, device: torch.device, shape: torch.Size) -> PackedWeight:
+def empty_packed(form: RandomPacking, device: torch.device, shape: torch.Size) -> PackedWeight:
     *leading, rows, columns = shape
     group = form.group_of(columns)
     words = torch.empty((*leading, rows, columns * BITS[form.code] // 32), dtype=torch.int32, device=device)
@@ -121,7 +121,7 @@ def fill_packed(weight: PackedWeight, generator: torch.Generator | None = None) 
     return weight
 
 
-def pack_layers(model: PreTrainedModel, form: WeightForm, make: MakePacked) -> None:
+def pack_layers(model: PreTrainedModel, form: RandomPacking, make: MakePacked) -> None:
     """Replace linears and experts of the layers by packed modules. Raises ConfigError if there are none to replace."""
     layers: Any = model.get_decoder().layers
     packed = 0
@@ -135,7 +135,7 @@ def pack_layers(model: PreTrainedModel, form: WeightForm, make: MakePacked) -> N
         raise ConfigError(f"weights={form.name!r} packs experts, and this shape has none; choose int4-g32 or fp8")
 
 
-def _packed_module(parent: nn.Module, child: nn.Module, form: WeightForm, make: MakePacked) -> nn.Module | None:
+def _packed_module(parent: nn.Module, child: nn.Module, form: RandomPacking, make: MakePacked) -> nn.Module | None:
     """The packed module that replaces `child`; None: it stays."""
     experts = experts_of(child)
     if experts is not None:
@@ -147,7 +147,7 @@ def _packed_module(parent: nn.Module, child: nn.Module, form: WeightForm, make: 
 
 
 def target_on_meta(
-    shape: ModelShape, shrink: Shrink, dtype: torch.dtype, form: WeightForm | None = None
+    shape: ModelShape, shrink: Shrink, dtype: torch.dtype, form: RandomPacking | None = None
 ) -> PreTrainedModel:
     """The target on `meta`, where nothing is allocated. form: of its layers; all else is in `dtype`."""
     model: PreTrainedModel = build_model(shape.target(shrink), META, dtype)
@@ -174,7 +174,7 @@ MIXTURE_GAIN = 0.5
 
 
 def count_weights(
-    shape: ModelShape, shrink: Shrink, dtype: torch.dtype = torch.bfloat16, form: WeightForm | None = None
+    shape: ModelShape, shrink: Shrink, dtype: torch.dtype = torch.bfloat16, form: RandomPacking | None = None
 ) -> tuple[StoredWeights, StoredWeights]:
     """Weights of the target and of its drafter."""
     target = target_on_meta(shape, shrink, dtype, form)
@@ -210,7 +210,7 @@ def make_target(
     device: torch.device,
     dtype: torch.dtype,
     seed: int,
-    form: WeightForm | None = None,
+    form: RandomPacking | None = None,
 ) -> PreTrainedModel:
     model = target_on_meta(shape, shrink, dtype, form)
     leave_meta(model, device)

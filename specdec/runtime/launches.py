@@ -156,8 +156,8 @@ class Launches:
     def settle(self, *, busy: bool) -> list[Request]:
         """Settle launches; if rounds are captured, all but the newest. Returns the requests that ended.
 
-        busy: the device has other work, a round or the prompt chunks of this step or the next. If it has none and a
-        launch brings a token, everything is settled now: waiting for the next step would leave the device idle.
+        busy: the device has other work, a round or the prompt chunks of this step or the next. Without it
+        the device would idle until the next step, so a launch that brings a token is settled now.
         """
         advances = not busy and any(launched.requests_that_advance() for launched in self.unsettled)
         return self.settle_all(left=int(self._captured and not advances))
@@ -280,7 +280,7 @@ def settle_round(
         counts = np.stack([result.draft_depth, result.forced], axis=1).tolist()
     for request, emitted, logprobs, drafts in zip(requests, tokens, result.logprobs, counts, strict=True):
         _settle(request, emitted, logprobs, row_totals, *drafts)
-    table.evict_unseen(rows, ahead=True)
+    table.evict_unseen(rows, lazily=True)
 
 
 def _settle(request: Request, *gained: Any) -> None:

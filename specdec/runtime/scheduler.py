@@ -230,7 +230,7 @@ class Scheduler:
         """Requests of the next round. Each owns its lookahead after its committed slots.
 
         If grammars force tokens, each request also gets extra slots for the longest run of forced tokens, while there
-        are free pages. A request that gets none makes the round narrower for all.
+        are free pages. If one of them gets none, the round forces fewer tokens for all.
         """
         if self.rounds_held:
             return []

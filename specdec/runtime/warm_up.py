@@ -139,7 +139,7 @@ def time_prompts(state: DeviceState, gap: PromptGap, forwards: PromptForwards, m
     table = state.cache.table
     longest = table.slots.host.shape[1] - 1
 
-    def spent(count: int, prefix: int, needed: StatesNeeded) -> float:
+    def timed(count: int, prefix: int, needed: StatesNeeded) -> float:
         length = np.array([min(longest, count - first) for first in range(0, count, longest)], dtype=np.int64)
         rows = np.full_like(length, table.padding_row)
         table.committed_len[table.padding_row] = prefix
@@ -153,21 +153,21 @@ def time_prompts(state: DeviceState, gap: PromptGap, forwards: PromptForwards, m
             seconds.append((end - begin) / 1e9)
         table.committed_len[table.padding_row] = 0
         fastest: float = max(1e-9, min(seconds[1:]))
-        if needed is within:
+        if needed is mid_prompt:
             gap.cost.time(PromptLoad.from_runs(np.full_like(length, prefix), length), fastest)
         return fastest
 
-    within, ending = (state.states_needed(scored=False, ends_prompt=ends) for ends in (False, True))
+    mid_prompt, prompt_end = (state.states_needed(scored=False, ends_prompt=ends) for ends in (False, True))
     few = [count for count in token_buckets(MAX_FEW_TOKENS) if count <= min(longest, max_tokens)]
     for count in few:
-        begin = spent(count, 0, within)
-        if ending is not within:
-            gap.ending = max(gap.ending, spent(count, 0, ending) - begin)
+        begin = timed(count, 0, mid_prompt)
+        if prompt_end is not mid_prompt:
+            gap.ending = max(gap.ending, timed(count, 0, prompt_end) - begin)
     for count in sorted({max(1, max_tokens // 4), max(2, max_tokens // 2), max(3, max_tokens)}):
-        spent(count, 0, within)
+        timed(count, 0, mid_prompt)
     runs = np.full(min(table.max_requests, max_tokens), table.padding_row, dtype=np.int64)
-    for needed in {within, ending}:  # compiles the kernels for many short prompts
+    for needed in {mid_prompt, prompt_end}:  # compiles the kernels for many short prompts
         forwards.begin_forward(runs, np.full_like(runs, min(longest, max_tokens // len(runs))), needed).run()
     if few and (prefix := min(longest - few[-1], MAX_PREFIX)) > 0:
         for count in sorted({few[len(few) // 2], few[-1]}):
-            spent(count, prefix, within)
+            timed(count, prefix, mid_prompt)

@@ -1,8 +1,8 @@
 """State for all routes: the engine, the settings, the model's names, and stored responses.
 
-Stored responses can be read and continued by their clients, and by no other: not with another API key. They are kept in
-memory, and the least recently used are dropped first. Each is kept as the bytes of its JSON, so that the limit on bytes
-limits memory: as objects, responses would take up to seven times as much.
+A stored response can be read and continued with the API key that made it and no other; without keys, by any client that
+knows its random id. The least recently used are dropped first. Each is kept in memory as the bytes of its JSON, so that
+the limit on bytes limits memory: as objects, responses would take up to seven times as much.
 """
 
 import hashlib

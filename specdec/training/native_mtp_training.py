@@ -21,7 +21,7 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import (
     stated_family,
     write_module,
 )
-from specdec.draft_models.native_mtp.mtp_drafter import FAMILIES, MtpFamily, NativeMtpDrafter
+from specdec.draft_models.native_mtp.mtp_drafter import MTP_FAMILIES, MtpFamily, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer, read_parts
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.loading.model_loading import Checkpoint
@@ -77,7 +77,7 @@ def trainable_native_mtp(target: TargetModel, start: Path | None, conventions: P
                 f"{start} holds {len(drafter.modules)} MTP modules; one module, applied again, is trained"
             )
         return TrainableNativeMtp(drafter, target)
-    known = (FAMILIES[kind] for kind in target.model_types if kind in FAMILIES)
+    known = (MTP_FAMILIES[kind] for kind in target.model_types if kind in MTP_FAMILIES)
     family = stated or by_config(next(known, MtpFamily()), target)
     parts = read_parts(new_state(target, family), target.user_decoder, family.like)
     module = MtpModule(parts, target.user_decoder, family.like, 0)

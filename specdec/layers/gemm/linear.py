@@ -20,7 +20,8 @@ Where a cell has two kernels, the first runs if `choose_medium_tiles` (weight in
     2 bytes, at most 512 rows                               above 256    in order    `gemm_small`
     the same, if `can_hold`                                 65 to 512    any         `gemm_small`, never the library
     FP8 with a scale per row, if `can_hold`                 33 to 256    both        `gemm_small`
-    FP8 with scales by blocks                               above 256    in order    `gemm_small`
+    FP8 with scales by blocks, or with more ranges of K     above 256    in order    `gemm_small`
+    than 2,048 / rows
     no tiles of `packed_gemm` fit (int4 in groups below     above 32     in order    `gemm_small`
     32), or there are no descriptors (float32, odd          33 to 64     any         `gemm_small`
     strides, devices before Hopper)                         above 64     any         the library
@@ -214,8 +215,8 @@ def gated_linear(
     in_order: bool = True,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """x [M, K], weight [2 I, K] with the gate's rows first -> act(gate) * up [M, I]. Without a limit there is one range
-    of K."""
+    """x [M, K], weight [2 I, K] with the gate's rows first -> act(gate) * up [M, I]. K is cut into ranges only with a
+    limit, since the gate then has a launch of its own."""
     assert activation in ACTIVATIONS and len(weight) % 2 == 0, f"{activation=} {weight.shape=}"
     if limit < inf:
         return _gate(finish(linear(x, weight, in_order=in_order)), activation, limit, behind_library=False)

@@ -10,7 +10,7 @@ The last row tile ends with the last row, and so recomputes some rows: a descrip
 slower (in tiles of 128 rows, 192 rows took 1.5 times as long as 256).
 
 If one tile size would load the multiprocessors unevenly, a launch mixes two: tall tiles of x for some tiles of the
-weight, and short ones (`FINE_M` rows) for the others. Example: gate and up of Gemma 4 E4B at 256 rows. Tall tiles
+weight, and short ones (`SHORT_M` rows) for the others. Example: gate and up of Gemma 4 E4B at 256 rows. Tall tiles
 alone are 320 programs, so some of the 132 multiprocessors run three and others two. Mixed, there are 264 tall
 programs, two for each, and 224 short ones with a quarter of the rows.
 
@@ -99,27 +99,27 @@ def _multiply_rows(
 
 
 @triton.jit
-def _fine_place(
+def _short_place(
     i: tl.tensor,
     row_tiles: tl.tensor,
-    high: tl.tensor,
+    num_tall: tl.tensor,
     num_rows: tl.tensor,
     BLOCK_M: tl.constexpr,
-    FINE_M: tl.constexpr,
+    SHORT_M: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Weight tile and first row of fine tile `i`. The first fine tiles cover the rows after the last high tile."""
-    rest = tl.cdiv(tl.maximum(num_rows - row_tiles * BLOCK_M, 0), FINE_M)
-    after = i - rest * high
-    beside, every = tl.maximum(rest, 1), tl.cdiv(num_rows, FINE_M)
-    i_n = tl.where(after < 0, i // beside, high + after // every)
-    first_m = tl.where(after < 0, row_tiles * BLOCK_M + i % beside * FINE_M, after % every * FINE_M)
+    """Weight tile and first row of short tile `i`. The first ones cover the rows after the last tall tile."""
+    rest = tl.cdiv(tl.maximum(num_rows - row_tiles * BLOCK_M, 0), SHORT_M)
+    after = i - rest * num_tall
+    beside, every = tl.maximum(rest, 1), tl.cdiv(num_rows, SHORT_M)
+    i_n = tl.where(after < 0, i // beside, num_tall + after // every)
+    first_m = tl.where(after < 0, row_tiles * BLOCK_M + i % beside * SHORT_M, after % every * SHORT_M)
     return i_n, first_m
 
 
-@triton.jit(do_not_specialize=["num_rows", "row_tiles", "high"])
+@triton.jit(do_not_specialize=["num_rows", "row_tiles", "num_tall"])
 def packed_gemm_kernel(
     d_x: tl.tensor,  # descriptor of [M, K], tiles [BM, BK]
-    d_other: tl.tensor,  # of the same, tiles [TAIL_M, BK] or [FINE_M, FINE_K], or None
+    d_other: tl.tensor,  # of the same, tiles [TAIL_M, BK] or [SHORT_M, SHORT_K], or None
     p_w: tl.tensor,  # words of [N, K], and scales and zeros: a weight by `weight_pointers`
     p_scales: tl.tensor,
     p_zeros: tl.tensor,
@@ -127,7 +127,7 @@ def packed_gemm_kernel(
     p_out: tl.tensor,  # [S, M, N] float32, [1, M, N] or, gated, [M, N / 2]
     num_rows: tl.tensor,
     row_tiles: tl.tensor,  # of BM + TAIL_M rows
-    high: tl.tensor,  # tiles of the weight that have those
+    num_tall: tl.tensor,  # tiles of the weight that have those
     N: tl.tensor,
     K: tl.tensor,
     split_len: tl.tensor,
@@ -141,21 +141,21 @@ def packed_gemm_kernel(
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TAIL_M: tl.constexpr,
-    FINE_M: tl.constexpr,  # rows of the other tiles; 0: there are none
+    SHORT_M: tl.constexpr,  # rows of the other tiles; 0: there are none
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    FINE_K: tl.constexpr,
+    SHORT_K: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """grid (tiles, ranges of K): row tiles of a weight tile are neighbours, and fine ones come last."""
+    """grid (tiles, ranges of K): row tiles of a weight tile are neighbours, and short ones come last."""
     trigger_next(PDL)
     PARTS: tl.constexpr = 1 if ACTIVATION is None else 2  # of a tile: gates, then what they gate
     i_n, first_m = tl.program_id(0) // row_tiles, tl.program_id(0) % row_tiles * (BLOCK_M + TAIL_M)
-    i_fine = tl.program_id(0) - row_tiles * high
-    if FINE_M:
-        i_other, fine_m = _fine_place(i_fine, row_tiles, high, num_rows, BLOCK_M, FINE_M)
-        i_n = tl.where(i_fine < 0, i_n, i_other)
-        fine_m = tl.maximum(tl.minimum(fine_m, num_rows - FINE_M), 0)
+    i_short = tl.program_id(0) - row_tiles * num_tall
+    if SHORT_M:
+        i_other, short_m = _short_place(i_short, row_tiles, num_tall, num_rows, BLOCK_M, SHORT_M)
+        i_n = tl.where(i_short < 0, i_n, i_other)
+        short_m = tl.maximum(tl.minimum(short_m, num_rows - SHORT_M), 0)
     tail_m = tl.maximum(tl.minimum(first_m + BLOCK_M, num_rows - TAIL_M), 0)
     first_m = tl.maximum(tl.minimum(first_m, num_rows - BLOCK_M), 0)
     first_n = i_n * (BLOCK_N // PARTS)
@@ -163,13 +163,13 @@ def packed_gemm_kernel(
     p_w, p_scale, p_zero, m_w, m_n = weight_rows(*(p_w, p_scales, p_zeros, i_n, 0, N, s_w, CODE, BLOCK_N, PARTS))
     p_out += tl.program_id(1).to(tl.int64) * num_rows * N
     wait_for_previous(PDL)
-    if FINE_M == 0:
+    if SHORT_M == 0:
         _multiply_rows(
             *(d_x, first_m, d_other, tail_m, p_w, p_scale, p_zero, m_w, m_n, p_bias, p_out, first_n, first_k),
             *(num_rows, N, K, split_len, s_scales, CODE, GROUP, FAST, SUMMED, ACTIVATION, EVEN_K),
             *(BLOCK_M, TAIL_M, BLOCK_N, BLOCK_K),
         )
-    elif i_fine < 0:
+    elif i_short < 0:
         _multiply_rows(
             *(d_x, first_m, d_x, first_m, p_w, p_scale, p_zero, m_w, m_n, p_bias, p_out, first_n, first_k),
             *(num_rows, N, K, split_len, s_scales, CODE, GROUP, FAST, False, ACTIVATION, EVEN_K),
@@ -177,9 +177,9 @@ def packed_gemm_kernel(
         )
     else:
         _multiply_rows(
-            *(d_other, fine_m, d_other, fine_m, p_w, p_scale, p_zero, m_w, m_n, p_bias, p_out, first_n, first_k),
+            *(d_other, short_m, d_other, short_m, p_w, p_scale, p_zero, m_w, m_n, p_bias, p_out, first_n, first_k),
             *(num_rows, N, K, split_len, s_scales, CODE, GROUP, FAST, False, ACTIVATION, EVEN_K),
-            *(FINE_M, 0, BLOCK_N, FINE_K),
+            *(SHORT_M, 0, BLOCK_N, SHORT_K),
         )
 
 
@@ -200,7 +200,6 @@ def packed_gemm(
 
     other = (short.block_m, short.block_k) if short else (tiles.tail_m, tiles.block_k)
     row_tiles, num_tall, num_short = launch.count_programs(num_rows, n)
-    # in the kernel, `high` is num_tall, and FINE_M and FINE_K are the rows and columns of a short tile
     packed_gemm_kernel[(row_tiles * num_tall + num_short, launch.parts)](
         *(descriptor(x, tiles.block_m, tiles.block_k), descriptor(x, *other) if other[0] else None),
         *(words, scales, zeros, None if split else bias, out),
@@ -210,8 +209,8 @@ def packed_gemm(
         ACTIVATION=activation,
         EVEN_K=k % max(tiles.block_k, other[1]) == 0,
         TAIL_M=tiles.tail_m,
-        FINE_M=short.block_m if short else 0,
-        FINE_K=other[1],
+        SHORT_M=short.block_m if short else 0,
+        SHORT_K=other[1],
         **tiles.options,
         **pdl_options(x.device),
     )

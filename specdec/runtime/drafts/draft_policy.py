@@ -89,7 +89,8 @@ class DraftAcceptance:
 
         chance    probability that depth i + 1 of a draft is accepted if depth i was
                   The engine has one per source and class; chains are one class, each tree is its own.
-                  A request has one per source. The engine's is its prior, worth ROW_WEIGHT drafts
+                  A request has one per source; the engine's stands in until it has drafted, with the
+                  weight of ROW_WEIGHT drafts
         tokens    1 + p_1 + p_1 p_2 + ...      p_i: the chance of the request at depth i
 
     A round counts for the depths that it reached. Counts decay, so old chances become uncertain again. shapes: the
@@ -150,8 +151,8 @@ class RoundTimes:
     """Seconds of a round with each draft, for one batch size.
 
     The lower quartile of the newest rounds counts, since other work on a machine only adds time. The time measured when
-    the engine was made (or a guess) is one sample of it. So a shorter time is believed after one round, a longer one
-    after three. If the draft with the most samples takes longer than measured at the start, the measured times of all
+    the engine was made (or a guess) counts as one sample: one shorter round lowers the quartile, three longer ones
+    raise it. If the draft with the most samples takes longer than measured at the start, the measured times of all
     drafts rise by the same factor. A draft (or no draft) that has not run in the newest DECAY_ROUNDS rounds counts with
     half its time, so it is tried again. If a draft takes less than a plain round, plain rounds were timed next to other
     work, and all samples are dropped.

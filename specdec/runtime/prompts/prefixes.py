@@ -113,8 +113,8 @@ class PrefixPolicy:
         self._lag = lag
         self._era = 0  # incremented each time the K/V computed so far became invalid
         if cache is not None:
-            pairs = len(cache.models) > 1  # a drafter's K/V may depend on the next token
-            self._cache = PrefixCache(cache.table, pairs=pairs, states=cache.state_cache())
+            shared = len(cache.models) > 1  # with a drafter, whose K/V may depend on the next token
+            self._cache = PrefixCache(cache.table, needs_next_token=shared, states=cache.state_cache())
             self._table = cache.table
             self._made_by = weights_version()
             self._began: IntArray = np.zeros(cache.table.max_requests, dtype=np.int64)  # era by row
@@ -229,7 +229,7 @@ class PrefixPolicy:
     def _key(self, request: Request) -> IntArray:
         """Key of all the request's tokens; extended as tokens are added."""
         assert self._cache is not None
-        num_slots = request.settled.num_tokens - self._cache.pairs
+        num_slots = request.settled.num_tokens - self._cache.needs_next_token
         known = 0 if request.key is None else len(request.key)
         if request.key is None or known != num_slots:
             more = self._cache.key(request.tokens[known:])
