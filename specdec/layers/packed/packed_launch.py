@@ -141,17 +141,17 @@ def choose_packed_tiles(num_rows: int, weight: PackedWeight, split_k: SplitK, dt
     stages = 4 if split_k.split_len > DEEP_RANGE else 3
     if num_rows > MAX_SMALL_ROWS:
         return Tiles(64, 64, fixed or 128, 4, stages, 64)
-    in_parts, is_low = split_k.splits > 1, block_m == 16
+    in_parts, few_rows = split_k.splits > 1, block_m == 16
     if BITS[weight.code] == 8:
-        if in_parts and is_low and not fixed:
+        if in_parts and few_rows and not fixed:
             return Tiles(64, block_m, 256, 4, 3, 64)
         return Tiles(64, block_m, fixed or 128, 4, stages if in_parts else 4, 64, registers=REGISTERS)
     small_groups = weight.code == "int4" and weight.group <= 32
     if len(weight) >= SPLIT_HEIGHT and small_groups and in_parts and split_k.split_len <= SHORT_RANGE:
         return Tiles(64, block_m, fixed or 128, 4, stages, 64, registers=REGISTERS)
-    if is_low and PACKED_WAVE < triton.cdiv(len(weight), 64) * split_k.splits <= WAVE_OF_FOUR:
+    if few_rows and PACKED_WAVE < triton.cdiv(len(weight), 64) * split_k.splits <= WAVE_OF_FOUR:
         return Tiles(64, block_m, 256, 4, 3, 64, registers=REGISTERS)
-    return Tiles(64, block_m, 256, 4, 4 if in_parts and is_low else stages, 64)
+    return Tiles(64, block_m, 256, 4, 4 if in_parts and few_rows else stages, 64)
 
 
 def takes_packed_rows(weight: Weight, x: torch.Tensor) -> TypeGuard[PackedWeight]:
