@@ -62,9 +62,8 @@ class CaptureStats(NamedTuple):
 
     captured: rounds and prompt forwards that can be replayed now. made, evicted, refused: captures made so far, evicted
     for others, and failed for any reason. bytes: memory of all captures and their results, on the device that holds
-    most. budget_bytes: upper bound on `bytes`; None: no bound, or nothing is captured. uncaptured_rounds: rounds, and
-    forwards in which the drafter catches up, launched kernel by kernel, such as the first of a shape;
-    uncaptured_prompts: the same of prompt forwards.
+    most. budget_bytes: upper bound on `bytes`; None: no bound, or nothing is captured. uncaptured_rounds,
+    uncaptured_prompts: rounds (and a drafter's catching up) and prompt forwards launched kernel by kernel.
     """
 
     captured: int = 0

@@ -39,8 +39,7 @@ the vocabulary. Prompt lookup in a text without repetitions is below this bound 
 
 
 class PoolStats(NamedTuple):
-    """KV slots of pools: held by requests now, the most held so far (of several pools the sum of each one's most), kept
-    by the prefix cache alone, and all."""
+    """KV slots of pools: held by requests now, the most held in each, kept by the prefix cache alone, and all."""
 
     held: int
     peak: int
