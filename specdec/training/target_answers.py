@@ -34,7 +34,7 @@ PROMPT_KEYS = (*QUESTION_KEYS, "messages")
 MIN_ANSWER = 16  # tokens of an answer that must fit after a prompt
 MAX_SKIPPED = 1000  # prompts in a row without room for an answer, after which the search ends
 SAMPLED_EVERY = 8  # every eighth answer is sampled, the others are greedy
-BATCHES_QUEUED = 4  # in the engine at once, since answers are written in order, and rows stay busy behind a long one
+BATCHES_QUEUED = 4  # submitted at once: one long answer holds back those after it, but not their computation
 
 
 Chat = Sequence[Mapping[str, Any]]

@@ -24,6 +24,7 @@ from specdec.layers.gemm.product import (
     LOW_HEIGHT,
     MAX_MEDIUM_ROWS,
     MAX_SMALL_ROWS,
+    PACKED_WAVE,
     SplitK,
     Tiles,
     activate,
@@ -48,7 +49,7 @@ HELD_RANGE = 512
 """Columns of a range of a packed weight that a program holds for up to MAX_SMALL_ROWS rows of x: 2.6 us instead of 4.6
 for [3072, 2560] in int4 on an H200."""
 
-HELD_PROGRAMS = {4: 396, 8: 264}
+HELD_PROGRAMS = {4: PACKED_WAVE, 8: 264}
 """Most programs, by bits, that hold such a range: those that run at once. Others would load only after these end."""
 
 MIN_TILE_HEIGHT = 32
