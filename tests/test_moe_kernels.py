@@ -11,12 +11,15 @@ from specdec.layers.description.moe_families import experts_of, router_of
 from specdec.layers.gemm.linear import Mlp, gated_linear, linear
 from specdec.layers.gemm.product import finish, reference_finish
 from specdec.layers.moe import dense_and_moe
+from specdec.layers.moe import expert_tiles as tiles_of_experts
 from specdec.layers.moe import experts as moe_experts
 from specdec.layers.moe.dense_and_moe import mlp_and_experts, reference_mlp_and_experts
+from specdec.layers.moe.expert_tiles import UNLISTED_ROWS, expert_tiles
 from specdec.layers.moe.experts import Experts
 from specdec.layers.moe.fork_join import BranchInputs
 from specdec.layers.moe.routing import Router, Routing, list_kernel, pick_kernel, reference_route, route
 from specdec.layers.norm import reference_rms_norm
+from specdec.layers.packed.packed_weight import PackedWeight
 
 from marks import deep, deep_cases, slow, usual_cases
 from tiny_families import build_target
@@ -108,7 +111,7 @@ def test_the_block_is_that_of_transformers(family, num_rows, poison_empty):
     routing = route(normed, router)
     torch.testing.assert_close(routing, reference_route(normed, router), atol=2e-6, rtol=2e-6)
     torch.testing.assert_close(reference_apply_experts(x, routing, experts), expected, atol=2e-4, rtol=1e-5)
-    for few in (True, False):
+    for few in (True, False) if num_rows <= UNLISTED_ROWS else (False,):
         torch.testing.assert_close(apply_experts(x, routing, experts, few=few), expected, atol=2e-4, rtol=1e-5)
 
 
@@ -126,7 +129,7 @@ def test_a_row_has_the_same_bits_beside_any_others(family, hidden, width, poison
     routing = route(normed, router)
     out = apply_experts(x, routing, experts)
     assert torch.equal(apply_experts(x, routing, experts, few=False), out)
-    for rows in ([4], [20, 4], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]):
+    for rows in ([4], [20, 4], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]):
         alone = route(normed[rows], router)
         assert torch.equal(alone.weights, routing.weights[rows]) and torch.equal(alone.experts, routing.experts[rows])
         for few in (True, False) if len(rows) < 3 or DEVICE.type == "cuda" else (False,):
@@ -252,16 +255,40 @@ def test_a_router_that_stays_in_float32_multiplies_all_of_its_bits(hidden, dtype
 
 
 @torch.no_grad()
-def test_tokens_that_all_choose_one_expert(poison_empty):
-    """Its list is as long as the batch, those of the others are empty."""
+@pytest.mark.parametrize(("rows", "few"), [(16, True), (37, False)])
+def test_tokens_that_all_choose_one_expert(rows, few, poison_empty):
+    """They are one tile, or its list is as long as the batch. Those of the others are empty."""
     experts = Experts(
         torch.randn(4, 12, 20, device=DEVICE), torch.randn(4, 20, 6, device=DEVICE), "silu"
     )  # [E, 2 I, H], [E, H, I]
-    x = torch.randn(37, 20, device=DEVICE)
-    routing = Routing(torch.full((37, 1), 2, dtype=torch.int32, device=DEVICE), torch.rand(37, 1, device=DEVICE))
+    x = torch.randn(rows, 20, device=DEVICE)
+    routing = Routing(torch.full((rows, 1), 2, dtype=torch.int32, device=DEVICE), torch.rand(rows, 1, device=DEVICE))
     expected = reference_apply_experts(x, routing, experts)
-    for few in (True, False):
-        torch.testing.assert_close(apply_experts(x, routing, experts, few=few), expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(apply_experts(x, routing, experts, few=few), expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10], ids=["99 KB", "163 KB", "227 KB"])
+@pytest.mark.parametrize("code", [None, "e4m3", "e2m1"])
+def test_tiles_of_experts_fit_the_shared_memory_of_a_device(code, shared, monkeypatch):
+    """Weights [32, 5760, 2880] of 1 to 8,192 rows with four assignments each: all stages are in memory at once."""
+    monkeypatch.setattr(tiles_of_experts, "device_limits", lambda _: (132, shared))
+    with torch.device("meta"):
+        weight = torch.empty(32, 5760, 2880, dtype=torch.bfloat16)
+        if code == "e4m3":
+            weight = PackedWeight(
+                code, torch.empty(32, 5760, 720, dtype=torch.int32), torch.empty(32, 1, 5760), None, 2880
+            )
+        if code == "e2m1":
+            words = torch.empty(32, 5760, 360, dtype=torch.int32)
+            weight = PackedWeight(code, words, torch.empty(32, 90, 5760, dtype=torch.bfloat16), None, 32)
+    rows_of_tiles = []
+    for rows in (1, 16, 17, 100, 500, 2000, 8192):
+        tiles = expert_tiles(4 * rows, weight, torch.bfloat16, listed=rows > UNLISTED_ROWS)
+        weight_bytes = tiles.block_n * tiles.block_k * {None: 16, "e4m3": 8, "e2m1": 4}[code] // 8
+        assert 1 <= tiles.num_stages <= 6
+        assert tiles.num_stages * (weight_bytes + tiles.block_m * tiles.block_k * 2) <= shared
+        rows_of_tiles.append(tiles.block_m)
+    assert rows_of_tiles == sorted(rows_of_tiles) and rows_of_tiles[0] == 16 and rows_of_tiles[-1] == 128
 
 
 def test_a_list_of_more_assignments_than_a_block():

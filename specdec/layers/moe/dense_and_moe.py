@@ -7,8 +7,7 @@ r"""A dense MLP and a mixture of experts that read one residual stream: two laun
 
 Launch 1 starts `early` (`triton_shim.py`): its dense programs depend only on the fork, so they read their weights
 while the router still chooses. The sums have the bits of `gated_linear`, `linear` and `apply_experts`. With many
-assignments (not `are_few`) these three run instead, since fewer programs with tiles of all rows would fit a
-multiprocessor.
+assignments (not `are_few`) these three run instead.
 """
 
 from math import inf
@@ -26,7 +25,7 @@ from specdec.layers.gemm.linear import (
     reference_linear,
 )
 from specdec.layers.gemm.product import Product, SplitK, require_operands, split_k_of
-from specdec.layers.moe.expert_tiles import expert_tiles
+from specdec.layers.moe.expert_tiles import expert_tiles, tiles_that_fit
 from specdec.layers.moe.experts import (
     ExpertLaunch,
     Experts,
@@ -140,7 +139,7 @@ def mlp_and_experts(
     width = len(mlp.gate_up) // 2
     assert mlp.gate_up.shape == (2 * width, hidden) and mlp.down.shape == (hidden, width), f"{mlp.gate_up.shape=}"
     pairs = (mlp.gate_up, SplitK(1, hidden), experts.gate_up), (mlp.down, split_k_of(mlp.down), experts.down)
-    alike = all(_tiles_alike(*pair, num_rows, inputs.mlp.dtype) for pair in pairs)
+    alike = all(_tiles_alike(*pair, num_rows * router.top_k, inputs.mlp.dtype) for pair in pairs)
     if num_rows == 0 or not alike or not are_few(num_rows, router.top_k) or mlp.limit < inf:
         routing = route(inputs.router, router)
         gated = gated_linear(inputs.mlp, mlp.gate_up, mlp.activation, mlp.limit, in_order=in_order)
@@ -157,10 +156,10 @@ def mlp_and_experts(
     return Product(parts, None, inputs.mlp.dtype), result
 
 
-def _tiles_alike(dense: Weight, split_k: SplitK, experts: Weight, num_rows: int, dtype: torch.dtype) -> bool:
+def _tiles_alike(dense: Weight, split_k: SplitK, experts: Weight, slots: int, dtype: torch.dtype) -> bool:
     """Do the experts' tiles fit the ranges and groups of the dense weight? Not always if the two are packed
     differently."""
-    columns = expert_tiles(num_rows, experts, dtype, None)["BLOCK_K"]
+    columns = expert_tiles(slots, experts, dtype, listed=False).block_k
     if split_k.splits > 1 and split_k.split_len % columns:
         return False
     if not isinstance(dense, PackedWeight):
@@ -179,17 +178,18 @@ def _launch_both(
 ) -> None:
     n, k = weight.shape
     require_operands(x, weight, None)
-    assert split_k.splits == 1 or split_k.split_len % experts.options["BLOCK_K"] == 0, f"{split_k=} {experts.options=}"
-    tiles = triton.cdiv(n, experts.options["BLOCK_N"])
-    num_dense = tiles * split_k.splits
+    tiles = tiles_that_fit(experts.tiles, weight)
+    assert split_k.splits == 1 or split_k.split_len % tiles.block_k == 0, f"{split_k=} {tiles=}"
+    dense_tiles = triton.cdiv(n, tiles.block_n)
+    num_dense = dense_tiles * split_k.splits
     words, scales, zeros, s_w, s_scales = weight_pointers(weight)
-    _both_kernel[(num_dense + experts.tiles * experts.lists,)](
-        *(x, words, scales, zeros, out, len(x), num_dense, tiles, n, k, split_k.split_len, x.stride(0), s_w, s_scales),
-        *experts.arguments,
+    _both_kernel[(num_dense + experts.programs * experts.lists,)](
+        *(x, words, scales, zeros, out, len(x), num_dense, dense_tiles, n, k, split_k.split_len, x.stride(0)),
+        *(s_w, s_scales, *experts.arguments),
         **{f"DENSE_{name}": value for name, value in weight_constants(weight, x.dtype).items()},
         DENSE_ACT=activation,
         DENSE_WHOLE=split_k.splits == 1,
-        DENSE_EVEN_K=k % experts.options["BLOCK_K"] == 0,
+        DENSE_EVEN_K=k % tiles.block_k == 0,
         START=start,
-        **experts.options,
+        **experts.options | tiles.options,
     )

@@ -3,9 +3,8 @@ r"""The experts of a mixture: for each token, the gated products of its chosen e
     y = sum_j w_j ( D_{e_j} act(G_{e_j} x, U_{e_j} x) + b )       over the k experts e_j in order of rank
 
 It takes two launches of `product_kernel`, for plain and for packed weights (`packed_tile.py` unpacks them in
-registers). With more than FEW_SLOTS assignments (token, expert) or FEW_ROWS rows, `list_kernel` runs first. The result
-is a `Product` with float32 parts in rank order, which its reader sums: so a row has the same bits next to any other
-rows.
+registers). Unless assignments (token, expert) are few, `list_kernel` runs first. The result is a `Product` with float32
+parts in rank order, which its reader sums: so a row has the same bits next to any other rows.
 """
 
 from typing import Any, NamedTuple
@@ -14,8 +13,8 @@ import torch
 
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, pdl_options, tl, trigger_next, triton, wait_for_previous
-from specdec.layers.gemm.product import Product, activate, reference_activate
-from specdec.layers.moe.expert_tiles import expert_tiles
+from specdec.layers.gemm.product import Product, Tiles, activate, reference_activate
+from specdec.layers.moe.expert_tiles import UNLISTED_ROWS, expert_tiles, tail_columns
 from specdec.layers.moe.routing import Routing, list_kernel
 from specdec.layers.packed.packed_tile import (
     load_tile,
@@ -34,10 +33,8 @@ from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
 ACTIVATIONS = ("gelu_tanh", "silu", "silu_clamped", "swiglu_clamped")
 
 FEW_SLOTS = 256
-"""Up to this number of assignments each program finds its expert's assignments itself; more are listed first."""
-
-FEW_ROWS = 64
-"""Limit for rows: if all rows choose one expert, they must fit its single tile."""
+"""Up to this number of assignments of at most UNLISTED_ROWS rows are few: each program finds its expert's assignments
+itself. Others are listed first."""
 
 
 class Experts(NamedTuple):
@@ -311,27 +308,28 @@ def apply_experts(x: torch.Tensor, routing: Routing, experts: Experts, *, few: b
     launches, result = list_products(x, routing, experts, are_few(*routing.experts.shape) if few is None else few)
     if len(x):
         for launch in launches:
-            product_kernel[(launch.tiles, launch.lists)](None, None, *launch.arguments, **launch.options)
+            product_kernel[(launch.programs, launch.lists)](None, None, *launch.arguments, **launch.options)
     return result
 
 
 class ExpertLaunch(NamedTuple):
-    """Launch of an experts' product: `tiles` programs for each of `lists` lists (or assignments if there are no
+    """Launch of an experts' product: `programs` programs for each of `lists` lists (or assignments if there are no
     lists)."""
 
-    tiles: int
+    programs: int
     lists: int
+    tiles: Tiles
     arguments: tuple[Any, ...]  # of `product_kernel`: after its place, before the constants
     options: dict[str, Any]
 
 
 def are_few(num_rows: int, top_k: int) -> bool:
-    return num_rows * top_k <= FEW_SLOTS and num_rows <= FEW_ROWS
+    return num_rows * top_k <= FEW_SLOTS and num_rows <= UNLISTED_ROWS
 
 
 def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool) -> tuple[list[ExpertLaunch], Product]:
-    """Prepare two launches for x [T, H], of gate_up and of down, and their result. Unless assignments are few, their
-    list is made now."""
+    """Prepare two launches for x [T, H], of gate_up and of down, and their result. Unless assignments are few, they are
+    listed now."""
     num_rows, hidden = x.shape
     num_experts, width = len(experts.gate_up), experts.gate_up.shape[1]
     top_k = routing.experts.shape[1]
@@ -339,6 +337,7 @@ def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool
     assert experts.gate_up.shape == (num_experts, width, hidden), f"{experts.gate_up.shape=} {x.shape=}"
     assert experts.down.shape == (num_experts, hidden, width // 2), f"{experts.down.shape=} {experts.gate_up.shape=}"
     assert experts.activation in ACTIVATIONS and x.stride(1) == 1, f"{experts.activation=} {x.stride()=}"
+    assert not few or num_rows <= UNLISTED_ROWS, f"{num_rows=}"
     gated = torch.empty((slots, width // 2), dtype=x.dtype, device=x.device)
     parts = torch.empty((top_k, num_rows, hidden), dtype=torch.float32, device=x.device)
     first = order = None
@@ -356,7 +355,8 @@ def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool
     ):
         assert isinstance(weight, PackedWeight) or weight.dtype == x.dtype, f"{x.dtype=} {weight.dtype=}"
         _, n, k = weight.shape
-        tiles = expert_tiles(num_rows, weight, x.dtype, None if few else 2 * slots // num_experts)
+        tiles = expert_tiles(slots, weight, x.dtype, listed=not few)
+        tail = tail_columns(tiles, weight)
         words, scales, zeros, s_rows, s_scales = weight_pointers(weight)
         s_experts = 0 if scales is None else scales.stride(0)
         arguments = (
@@ -369,14 +369,15 @@ def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool
             "TOP_K": top_k,
             "ACT": experts.activation if out_weight is None else None,
             "INTERLEAVED": experts.interleaved,
-            "EVEN_N": n % tiles["BLOCK_N"] == 0,
-            "EVEN_K": k % tiles["BLOCK_K"] == tiles["TAIL_K"],
+            "EVEN_N": n % tiles.block_n == 0,
+            "EVEN_K": k % tiles.block_k == tail,
             "SLOTS": triton.next_power_of_2(slots) if few else 1,
             "LONE": few and num_rows == 1,
+            "TAIL_K": tail,
             "SHARED": experts.shared,
-            **tiles,
+            **tiles.options,
             **pdl_options(x.device),
         }
         lists = slots if few else num_experts
-        launches.append(ExpertLaunch(triton.cdiv(n, tiles["BLOCK_N"]), lists, arguments, options))
+        launches.append(ExpertLaunch(triton.cdiv(n, tiles.block_n), lists, tiles, arguments, options))
     return launches, Product(parts, None, x.dtype)

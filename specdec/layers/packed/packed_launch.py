@@ -122,7 +122,10 @@ SHORT_RANGE = 1280
 columns, not 256."""
 
 REGISTERS = 128
-"""Register limit per thread of `gemm_small`, set if it lets one more program run on a multiprocessor."""
+"""Register limit per thread, set if it lets a fourth program run on a multiprocessor."""
+
+FOR_THREE = 168
+"""Register limit per thread with which three programs run on a multiprocessor."""
 
 WAVE_OF_FOUR = 528
 """Programs that an H200 runs at once if each multiprocessor runs four; without a register limit it runs three."""
@@ -142,16 +145,22 @@ def choose_packed_tiles(num_rows: int, weight: PackedWeight, split_k: SplitK, dt
     if num_rows > MAX_SMALL_ROWS:
         return Tiles(64, 64, fixed or 128, 4, stages, 64)
     in_parts, few_rows = split_k.splits > 1, block_m == 16
+    programs = triton.cdiv(len(weight), 64) * split_k.splits
     if BITS[weight.code] == 8:
         if in_parts and few_rows and not fixed:
             return Tiles(64, block_m, 256, 4, 3, 64)
-        return Tiles(64, block_m, fixed or 128, 4, stages if in_parts else 4, 64, registers=REGISTERS)
+        if not few_rows:
+            stages = 5 if programs <= PACKED_WAVE else 4
+        return Tiles(64, block_m, fixed or 128, 4, stages if in_parts or not few_rows else 4, 64, registers=REGISTERS)
     small_groups = weight.code == "int4" and weight.group <= 32
     if len(weight) >= SPLIT_HEIGHT and small_groups and in_parts and split_k.split_len <= SHORT_RANGE:
-        return Tiles(64, block_m, fixed or 128, 4, stages, 64, registers=REGISTERS)
-    if few_rows and PACKED_WAVE < triton.cdiv(len(weight), 64) * split_k.splits <= WAVE_OF_FOUR:
+        return Tiles(64, block_m, 128, 4, stages, 64, registers=REGISTERS)
+    if few_rows and PACKED_WAVE < programs <= WAVE_OF_FOUR:
         return Tiles(64, block_m, 256, 4, 3, 64, registers=REGISTERS)
-    return Tiles(64, block_m, 256, 4, 4 if in_parts and few_rows else stages, 64)
+    if not few_rows and programs > PACKED_WAVE:
+        return Tiles(64, block_m, 128, 4, 4, 64, registers=REGISTERS)
+    registers = FOR_THREE if small_groups and in_parts and not few_rows else None
+    return Tiles(64, block_m, 256, 4, 4 if in_parts and few_rows else stages, 64, registers=registers)
 
 
 def takes_packed_rows(weight: Weight, x: torch.Tensor) -> TypeGuard[PackedWeight]:
