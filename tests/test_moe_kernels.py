@@ -285,8 +285,9 @@ def test_tiles_of_experts_fit_the_shared_memory_of_a_device(code, shared, monkey
     for rows in (1, 16, 17, 100, 500, 2000, 8192):
         tiles = expert_tiles(4 * rows, weight, torch.bfloat16, listed=rows > UNLISTED_ROWS)
         weight_bytes = tiles.block_n * tiles.block_k * {None: 16, "e4m3": 8, "e2m1": 4}[code] // 8
+        in_memory = tiles.num_stages - (code is None and shared < 227 << 10)  # before Hopper one is in registers
         assert 1 <= tiles.num_stages <= 6
-        assert tiles.num_stages * (weight_bytes + tiles.block_m * tiles.block_k * 2) <= shared
+        assert in_memory * (weight_bytes + tiles.block_m * tiles.block_k * 2) <= shared
         rows_of_tiles.append(tiles.block_m)
     assert rows_of_tiles == sorted(rows_of_tiles) and rows_of_tiles[0] == 16 and rows_of_tiles[-1] == 128
 

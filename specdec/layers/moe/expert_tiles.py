@@ -89,12 +89,14 @@ def _int4_tiles(weight: PackedWeight, dtype: torch.dtype, expected: int, program
 
 
 def tiles_that_fit(tiles: Tiles, weight: Weight) -> Tiles:
-    """These tiles, with no more of them in flight than fit a program's shared memory."""
+    """These tiles, with no more of them in flight than fit a program's shared memory. Before Hopper, plain tiles leave
+    it early, and unpacked numbers pass through it."""
     bits = BITS[weight.code] if isinstance(weight, PackedWeight) else 16
     with_scales = bits + 1 if bits == 4 else bits
     stage = (tiles.block_n * with_scales // 8 + tiles.block_m * 2) * tiles.block_k
     shared = device_limits(weight.device)[1] - STATIC_BYTES
-    return tiles._replace(num_stages=max(1, min(tiles.num_stages, shared // stage)))
+    fitting = shared // stage + 1 if bits == 16 else (shared - tiles.block_n * tiles.block_k) // stage
+    return tiles._replace(num_stages=max(1, min(tiles.num_stages, fitting)))
 
 
 def tail_columns(tiles: Tiles, weight: Weight) -> int:
