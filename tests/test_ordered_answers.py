@@ -324,6 +324,17 @@ def test_a_call_that_is_closed_is_complete_in_an_answer_that_is_cut():
             assert [item["status"] for item in response["output"]] == ends
 
 
+def test_a_streamed_completion_shows_all_its_drafts_where_deltas_cut_characters():
+    """Colours are read token by token, so they may come before the text: such a delta was left out."""
+    text = "ab日本語c日d日e日f語語x"
+    with reciting([text]) as reciter:
+        body = {"prompt": "recite 0", "max_tokens": 99, "stream": True, "speculation": {"show_drafts": True}}
+        for reciter.seed in range(examples(2, 6)):
+            choices = [choice for sent in events(post(reciter.url, "completions", body)) for choice in sent["choices"]]
+            assert "".join(choice["text"] for choice in choices) == text
+            assert "".join(part for choice in choices for part, _ in choice["drafted"]) == text
+
+
 @pytest.mark.parametrize("seed", [0, deep(1)])
 def test_an_exception_in_a_stream_ends_it_with_an_event(seed, monkeypatch):
     def failing(*arguments):
