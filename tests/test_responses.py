@@ -200,6 +200,7 @@ def test_what_is_stored_takes_no_more_memory_than_it_is_counted_as(monkeypatch):
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "fish"}}}}, "text.format"),
         ({"temperature": -1}, "temperature"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),  # it named max_tokens, which a response does not have
         ({"nonsense": 1}, "nonsense"),
     ],
     ids=lambda value: str(value)[:40],
@@ -208,6 +209,17 @@ def test_what_a_response_cannot_be_is_refused_in_openais_shape(change, param, ur
     answer = httpx.post(f"{url}/v1/responses", json={"input": QUESTION} | change, timeout=60)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_an_error_about_the_length_names_the_limit_that_was_given(url):
+    def said(path, **fields):
+        return httpx.post(f"{url}/v1/{path}", json=fields, timeout=60).json()["error"]["message"]
+
+    for most in (0, 1 << 20):
+        assert f"max_output_tokens={most}" in said("responses", input=QUESTION, max_output_tokens=most)
+        chat = said("chat/completions", messages=CHAT, max_completion_tokens=most)
+        assert f"max_completion_tokens={most}" in chat and "max_tokens" not in chat
+        assert f" max_tokens={most}" in f" {said('chat/completions', messages=CHAT, max_tokens=most)}"
 
 
 def test_tokens_of_texts_and_chats_and_back(url, engine):

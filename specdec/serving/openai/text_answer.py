@@ -18,7 +18,7 @@ from fastapi.responses import Response
 
 from specdec import __version__
 from specdec.config import SamplingParams
-from specdec.errors import ConfigError
+from specdec.errors import CapacityError, ConfigError
 from specdec.runtime.drafts.draft_reports import vllm_figures
 from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
@@ -69,7 +69,7 @@ class TextAnswer(ABC):
             async with self.streams:
                 outputs = await self.streams.outputs()
                 return await asyncio.to_thread(lambda: JsonResponse(self._whole(outputs)))
-        except ConfigError as error:
+        except (ConfigError, CapacityError) as error:
             raise naming_field(error, self.body, self.renamed) from error
 
     @cached_property
