@@ -222,6 +222,20 @@ def test_an_error_about_the_length_names_the_limit_that_was_given(url):
         assert f" max_tokens={most}" in f" {said('chat/completions', messages=CHAT, max_tokens=most)}"
 
 
+def test_a_schema_that_allows_everything_is_a_schema(url):
+    """It was said to be missing, as a field of chats."""
+    form = {"type": "json_schema", "name": "any", "schema": {}}
+    body = {"input": QUESTION, "text": {"format": form}, "max_output_tokens": 8}
+    answer = httpx.post(f"{url}/v1/responses", json=body, timeout=60)
+    assert answer.status_code == 200 and answer.json()["text"]["format"] == form
+
+
+def test_a_response_has_every_field_that_the_official_client_declares(url):
+    """Its usage lacked `cache_write_tokens`: reading that raised AttributeError."""
+    answer = httpx.post(f"{url}/v1/responses", json={"input": QUESTION, "max_output_tokens": 2}, timeout=60)
+    openai.types.responses.Response.model_validate(answer.json())
+
+
 def test_tokens_of_texts_and_chats_and_back(url, engine):
     def post(path, **body):
         return httpx.post(f"{url}{path}", json=body, timeout=60)

@@ -43,7 +43,7 @@ def _response_format(form: TextFormat | None) -> dict[str, Any] | None:
     if form.type == "json_schema" and form.json_schema is None:
         raise refused("text.format.schema", "text.format.schema is missing; it is required")
     schema = {"name": form.name or "", "schema": form.json_schema, "strict": form.strict}
-    return {"type": form.type} | ({"json_schema": schema} if form.json_schema else {})
+    return {"type": form.type} | ({"json_schema": schema} if form.json_schema is not None else {})
 
 
 def messages_of(items: list[dict[str, Any]], *, is_answer: bool = False) -> list[dict[str, Any]]:

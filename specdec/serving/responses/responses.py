@@ -131,7 +131,7 @@ class ResponseAnswer(ChatTextAnswer):
         usage = self._usage(self.prompts, [stats])
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"] or {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0} | (usage["prompt_tokens_details"] or {}),
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self.readers[0].thought_tokens},
             "total_tokens": usage["total_tokens"],
