@@ -5,6 +5,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from specdec.serving.http.faults import invalid_body
+from specdec.serving.openai.chat_template import arguments_of
 from specdec.serving.openai.protocol import ChatRequest, NamedFunction, ResponsesRequest, TextFormat, refused
 
 RESPONSES_ONLY = {"tools", "tool_choice", "stream_options", "store"}
@@ -79,8 +80,13 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str, *, af
             message["content"] = content if message["content"] is None else f"{message['content']}\n{content}"
         case "function_call":
             call_id, name, arguments = (_string(item, name, place) for name in ("call_id", "name", "arguments"))
+            answer = _answer(messages)
+            if item.get("status") == "incomplete":  # it broke off within its arguments, so it was not made
+                return
+            if not after_text:  # an answer's own calls were read as JSON
+                arguments_of(arguments, f"{place}.arguments")
             function = {"name": name, "arguments": arguments}
-            calls = _answer(messages).setdefault("tool_calls", [])
+            calls = answer.setdefault("tool_calls", [])
             calls.append({"id": call_id, "type": "function", "function": function})
         case "function_call_output":
             output = _text(item.get("output"), f"{place}.output")
