@@ -222,6 +222,15 @@ def test_an_error_about_the_length_names_the_limit_that_was_given(url):
         assert f" max_tokens={most}" in f" {said('chat/completions', messages=CHAT, max_tokens=most)}"
 
 
+def test_input_items_are_in_the_order_that_is_asked_for(client):
+    items = [{"role": "user", "content": text} for text in ("First.", "Second.")]
+    answer = ask(client, input=items)
+    for order, texts in (("asc", ["First.", "Second."]), ("desc", ["Second.", "First."])):
+        assert [item.content for item in client.responses.input_items.list(answer.id, order=order)] == texts
+    with pytest.raises(openai.BadRequestError, match="'asc' or 'desc' is expected"):
+        client.responses.input_items.list(answer.id, order="up")
+
+
 def test_a_schema_that_allows_everything_is_a_schema(url):
     """It was said to be missing, as a field of chats."""
     form = {"type": "json_schema", "name": "any", "schema": {}}

@@ -269,7 +269,7 @@ class Response(WithFigures):
 
 
 class InputItems(Answer):
-    """Input items, newest first."""
+    """Input items, newest first unless "asc" is asked for."""
 
     object: Literal["list"]
     data: list[dict[str, Any]]
