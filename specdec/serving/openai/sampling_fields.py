@@ -51,7 +51,7 @@ def sampling_params(
     if forced is not None and grammar:
         raise refused("tool_choice", "tool_choice and a format of the text are both given; leave one out")
     given |= grammar if forced is None else forced
-    require_priority(body.priority, state.settings)
+    require_priority(body.priority or 0, state.settings)
     if body.cache_salt is not None and not 0 < len(body.cache_salt) <= MAX_SALT:
         message = f"cache_salt has {len(body.cache_salt)} characters; 1 to {MAX_SALT} are allowed"
         raise refused("cache_salt", message, "invalid_value")

@@ -63,7 +63,7 @@ class TextAnswer(ABC):
         """Make the response, whole or as a stream."""
         try:
             self.params = await self.read_request()
-            self.streams = await self.engine.submit(self.prompts, self.params, priority=self.body.priority)
+            self.streams = await self.engine.submit(self.prompts, self.params, priority=self.body.priority or 0)
             if self.body.stream:
                 return self.events(self.streams, self._events())
             async with self.streams:
