@@ -200,7 +200,10 @@ def test_what_is_stored_takes_no_more_memory_than_it_is_counted_as(monkeypatch):
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "fish"}}}}, "text.format"),
         ({"temperature": -1}, "temperature"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),  # it named max_tokens, which a response does not have
+        # these named a chat's fields, which a response does not have
+        ({"input": [{"type": "reasoning", "id": "r", "summary": []}]}, "input"),
+        ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"nonsense": 1}, "nonsense"),
     ],
     ids=lambda value: str(value)[:40],

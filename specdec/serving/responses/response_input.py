@@ -18,6 +18,8 @@ def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> Chat
     asked = {name: getattr(body, name) for name in SAME_AS_CHAT}
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     asked |= {"messages": instructions + messages, "max_tokens": body.max_output_tokens}
+    if not asked["messages"]:
+        raise refused("input", "input holds no message and no text of a thought; there is nothing to answer")
     scored = body.top_logprobs or "message.output_text.logprobs" in (body.include or ())
     asked |= {"logprobs": bool(scored) or None, "top_logprobs": body.top_logprobs or None}
     if body.tools:
@@ -43,6 +45,8 @@ def _response_format(form: TextFormat | None) -> dict[str, Any] | None:
         return None
     if form.type == "json_schema" and form.json_schema is None:
         raise refused("text.format.schema", "text.format.schema is missing; it is required")
+    if form.type != "json_schema" and form.json_schema is not None:
+        raise refused("text.format.schema", f"text.format.schema is not for type={form.type!r}; leave it out")
     schema = {"name": form.name or "", "schema": form.json_schema, "strict": form.strict}
     return {"type": form.type} | ({"json_schema": schema} if form.json_schema is not None else {})
 
