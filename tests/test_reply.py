@@ -193,7 +193,7 @@ def test_whether_the_prompt_has_opened_a_thought():
     ],
 )
 def test_a_thought_that_the_prompt_has_closed_is_over(prompt_end, continued, kind):
-    """Where answers always begin with a thought, the whole answer was one, and its content was empty."""
+    """If answers always begin with a thought, the whole answer was one, and its content was empty."""
     for cuts in ([], [1, 2, 3]):
         parser = AnswerParser(None, REASONING["deepseek_r1"])
         begun = parser.begun_by(prompt_end, continued)
