@@ -57,6 +57,7 @@ def events(answer):
         {"use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "skip_special_tokens": True},
         {"add_generation_prompt": True, "continue_final_message": False, "spaces_between_special_tokens": True},
         {"store": True, "metadata": {"a": "b"}, "user": "u", "service_tier": "auto", "safety_identifier": "s"},
+        {"top_logprobs": None, "priority": None, "tools": None, "logit_bias": None, "stop": None},
         {"seed": 3, "priority": 0, "prompt_cache_key": "x", "chat_template_kwargs": {"enable_thinking": False}},
         {"reasoning_effort": "low", "verbosity": "low", "prediction": {"type": "content", "content": "It is 8."}},
         {"messages": [CHAT["messages"][0] | {"type": "text"}]},  # of lm-evaluation-harness

@@ -21,6 +21,7 @@ from server_process import running_server
 from specdec import Engine, EngineConfig
 from specdec.serving import logs
 from specdec.serving import server as serving
+from specdec.serving.http.events import event
 
 from marks import is_deep
 from served_engine import served, until
@@ -187,3 +188,10 @@ def test_a_server_serves_with_its_settings_of_the_process() -> None:
         assert sys.getswitchinterval() == pytest.approx(serving.SWITCH_SECONDS) and gc.get_freeze_count() > 10_000
     assert (sys.getswitchinterval(), gc.get_freeze_count()) == (pytest.approx(before), 0)
     gc.freeze()  # as conftest.py has it
+
+
+def test_an_event_is_one_line_for_clients_that_split_at_unicodes_line_ends():
+    """httpx does: U+2028 in an answer cut its event in two."""
+    text = "a\u2028b\u2029c\x85d\x0be\n"
+    [line, end] = event({"text": text}).decode().splitlines()
+    assert not end and json.loads(line.removeprefix("data: ")) == {"text": text}

@@ -324,6 +324,42 @@ def test_a_call_that_is_closed_is_complete_in_an_answer_that_is_cut():
             assert [item["status"] for item in response["output"]] == ends
 
 
+def test_a_response_with_a_broken_call_can_be_continued():
+    """Its arguments, which are no JSON, were refused as a field of chats, by id and as items that are sent back."""
+    asked = {"role": "user", "content": "recite 1"}
+    with reciting(['Hm.<tool_call>{"name": "f", "arguments": {"a": x}}</tool_call>', "Yes."]) as reciter:
+        first = post(reciter.url, "responses", {"input": "recite 0", "tools": RESPONSE_TOOLS}).json()
+        assert [item["status"] for item in first["output"]] == ["completed", "incomplete", "completed"]
+        for more in ({"input": "recite 1", "previous_response_id": first["id"]}, {"input": [*first["output"], asked]}):
+            assert of_response(post(reciter.url, "responses", more).json())[0][0][1] == "Yes."
+            assert "Hm." in reciter.prompts[-1] and "x}}</tool_call><|im_end|>" in reciter.prompts[-1]
+
+
+@pytest.mark.parametrize("arguments", ['{"a":', "[1]", '"{}"'])
+def test_arguments_that_are_no_object_are_refused_by_name(arguments):
+    function = {"name": "f", "arguments": arguments}
+    sent = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+    item = {"type": "function_call", "call_id": "c", **function}
+    with reciting(["Yes."]) as reciter:
+        for path, body, param in (
+            ("chat/completions", {"messages": [sent]}, "messages[0].tool_calls[0].function.arguments"),
+            ("responses", {"input": [item]}, "input[0].arguments"),
+        ):
+            error = reciter.post(path, **body).json()["error"]
+            assert error["param"] == param and "an object is expected" in error["message"]
+
+
+def test_a_streamed_completion_shows_all_its_drafts_where_deltas_cut_characters():
+    """Colours are read token by token, so they may come before the text: such a delta was left out."""
+    text = "ab日本語c日d日e日f語語x"
+    with reciting([text]) as reciter:
+        body = {"prompt": "recite 0", "max_tokens": 99, "stream": True, "speculation": {"show_drafts": True}}
+        for reciter.seed in range(examples(2, 6)):
+            choices = [choice for sent in events(post(reciter.url, "completions", body)) for choice in sent["choices"]]
+            assert "".join(choice["text"] for choice in choices) == text
+            assert "".join(part for choice in choices for part, _ in choice["drafted"]) == text
+
+
 @pytest.mark.parametrize("seed", [0, deep(1)])
 def test_an_exception_in_a_stream_ends_it_with_an_event(seed, monkeypatch):
     def failing(*arguments):

@@ -182,6 +182,25 @@ def test_whether_the_prompt_has_opened_a_thought():
         reasoning_format("deep")
 
 
+@pytest.mark.parametrize(
+    ("prompt_end", "continued", "kind"),
+    [
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "", "content"),  # of a template that is told not to think
+        ("<|Assistant|></think>", "", "content"),
+        ("...", "<think>It is easy.</think>Tom has", "content"),
+        ("...", "<think>It is", "thought"),
+        ("<|Assistant|>", "", "thought"),
+    ],
+)
+def test_a_thought_that_the_prompt_has_closed_is_over(prompt_end, continued, kind):
+    """If answers always begin with a thought, the whole answer was one, and its content was empty."""
+    for cuts in ([], [1, 2, 3]):
+        parser = AnswerParser(None, REASONING["deepseek_r1"])
+        begun = parser.begun_by(prompt_end, continued)
+        space = " " * (bool(continued) and kind == "content")
+        assert read(parser, space + "8 pens.", cuts, begun=begun) == [(kind, space + "8 pens.")]
+
+
 @pytest.mark.parametrize("name", ["hermes", "gemma4"])
 def test_a_thought_of_marks_that_begin_no_call_is_read_in_time_that_grows_with_it(name):
     """Each mark could be a call up to the end of the text: what was read as one is not read again."""

@@ -200,6 +200,10 @@ def test_what_is_stored_takes_no_more_memory_than_it_is_counted_as(monkeypatch):
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "fish"}}}}, "text.format"),
         ({"temperature": -1}, "temperature"),
+        # these named a chat's fields, which a response does not have
+        ({"input": [{"type": "reasoning", "id": "r", "summary": []}]}, "input"),
+        ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"nonsense": 1}, "nonsense"),
     ],
     ids=lambda value: str(value)[:40],
@@ -208,6 +212,40 @@ def test_what_a_response_cannot_be_is_refused_in_openais_shape(change, param, ur
     answer = httpx.post(f"{url}/v1/responses", json={"input": QUESTION} | change, timeout=60)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_an_error_about_the_length_names_the_limit_that_was_given(url):
+    def said(path, **fields):
+        return httpx.post(f"{url}/v1/{path}", json=fields, timeout=60).json()["error"]["message"]
+
+    for most in (0, 1 << 20):
+        assert f"max_output_tokens={most}" in said("responses", input=QUESTION, max_output_tokens=most)
+        chat = said("chat/completions", messages=CHAT, max_completion_tokens=most)
+        assert f"max_completion_tokens={most}" in chat and "max_tokens" not in chat
+        assert f" max_tokens={most}" in f" {said('chat/completions', messages=CHAT, max_tokens=most)}"
+
+
+def test_input_items_are_in_the_order_that_is_asked_for(client):
+    items = [{"role": "user", "content": text} for text in ("First.", "Second.")]
+    answer = ask(client, input=items)
+    for order, texts in (("asc", ["First.", "Second."]), ("desc", ["Second.", "First."])):
+        assert [item.content for item in client.responses.input_items.list(answer.id, order=order)] == texts
+    with pytest.raises(openai.BadRequestError, match="'asc' or 'desc' is expected"):
+        client.responses.input_items.list(answer.id, order="up")
+
+
+def test_a_schema_that_allows_everything_is_a_schema(url):
+    """It was said to be missing, as a field of chats."""
+    form = {"type": "json_schema", "name": "any", "schema": {}}
+    body = {"input": QUESTION, "text": {"format": form}, "max_output_tokens": 8}
+    answer = httpx.post(f"{url}/v1/responses", json=body, timeout=60)
+    assert answer.status_code == 200 and answer.json()["text"]["format"] == form
+
+
+def test_a_response_has_every_field_that_the_official_client_declares(url):
+    """Its usage lacked `cache_write_tokens`: reading that raised AttributeError."""
+    answer = httpx.post(f"{url}/v1/responses", json={"input": QUESTION, "max_output_tokens": 2}, timeout=60)
+    openai.types.responses.Response.model_validate(answer.json())
 
 
 def test_tokens_of_texts_and_chats_and_back(url, engine):

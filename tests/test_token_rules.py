@@ -108,6 +108,11 @@ def test_min_tokens_beside_a_grammar(engine_of, prompts):
         ({"allowed_token_ids": [VOCAB]}, r"^allowed_token_ids holds token id 300, outside the vocabulary of 300"),
         ({"allowed_token_ids": [EOS], "min_tokens": 2}, r"all tokens that end the output, and min_tokens=2"),
         ({"allowed_token_ids": [4], "regex": "a"}, r"^allowed_token_ids with regex"),
+        # it was aborted without a token, which the server reported as its own stop
+        (
+            {"stop_token_ids": range(VOCAB), "min_tokens": 2},
+            "those of the vocabulary are all tokens that end the output",
+        ),
     ],
 )
 def test_rules_that_cannot_be_are_refused(asked, said, engine_of):

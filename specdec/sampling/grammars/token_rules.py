@@ -61,9 +61,10 @@ class TokenRules(NamedTuple):
         open = np.full(num_words, -1, dtype=np.int32) if allowed is None else token_bits(allowed, num_words)
         # end tokens that a checkpoint or request names may be outside the vocabulary
         closed = open & ~token_bits([token for token in ends if 0 <= token < 32 * num_words], num_words)
-        if min_tokens and allowed is not None and not closed.any():
+        if min_tokens and ends.issuperset(range(vocab_size) if allowed is None else allowed):
+            named = "those of the vocabulary" if allowed is None else f"allowed_token_ids={list(allowed)[:8]}"
             raise ConfigError(
-                f"allowed_token_ids={list(allowed)[:8]} are all tokens that end the output, and "
+                f"{named} are all tokens that end the output, and "
                 f"min_tokens={min_tokens} forbids those; allow another token, or lower min_tokens"
             )
         return cls(open, closed, ends, min_tokens, allowed is None)

@@ -40,6 +40,8 @@ from specdec.serving.http.faults import as_api_error
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
+LINE_ENDS = {"\x85".encode(): b"\\u0085", "\u2028".encode(): b"\\u2028", "\u2029".encode(): b"\\u2029"}
+"""Line ends that JSON does not escape, with their escapes."""
 CLIENT_GONE = 499
 """Status in the log for a request whose client disconnected; it is never sent."""
 
@@ -74,7 +76,11 @@ async def off_loop(tokens: int, work: Callable[[], T]) -> T:
 
 
 def event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json_bytes(data) + b"\n\n"
+    """An event of one line, also for clients that take Unicode's line ends for ends of lines."""
+    line = json_bytes(data)
+    for char, escape in LINE_ENDS.items():
+        line = line.replace(char, escape)
+    return b"data: " + line + b"\n\n"
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -223,11 +223,15 @@ class OutputTokensDetails(Answer):
     reasoning_tokens: int
 
 
+class InputTokensDetails(PromptTokensDetails):
+    cache_write_tokens: int
+
+
 class ResponseUsage(Answer):
     input_tokens: int
     output_tokens: int
     total_tokens: int
-    input_tokens_details: PromptTokensDetails
+    input_tokens_details: InputTokensDetails
     output_tokens_details: OutputTokensDetails
 
 
@@ -265,7 +269,7 @@ class Response(WithFigures):
 
 
 class InputItems(Answer):
-    """Input items, newest first."""
+    """Input items, newest first unless "asc" is asked for."""
 
     object: Literal["list"]
     data: list[dict[str, Any]]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from specdec.errors import shown
 from specdec.serving.openai.protocol import ChatRequest, Message, Tool, refused
 from specdec.serving.state import ServeState
 from specdec.text.prompts import asks_for_none, template_text
@@ -80,17 +81,26 @@ def _plain(place: str, message: Message, template: str) -> dict[str, Any]:
         plain["content"] = None if asks_for_none(template) else ""  # other templates join it with text
     for number, call in enumerate(plain.get("tool_calls", ())):
         call.pop("index", None)
-        try:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
-        except (ValueError, RecursionError):
-            param = f"{place}.tool_calls[{number}].function.arguments"
-            raise refused(param, f"{param} is not JSON; an object is expected") from None
+        param = f"{place}.tool_calls[{number}].function.arguments"
+        call["function"]["arguments"] = arguments_of(call["function"]["arguments"], param)
     if thought := plain.pop("reasoning_content", None):
         plain[field := thought_field(template)] = thought
         if field == "thinking" and plain.get("tool_calls") and plain["content"]:
             # before a call GPT-OSS writes either as the same kind of message, and refuses both
             plain |= {"thinking": f"{thought}\n{plain['content']}", "content": ""}
     return plain
+
+
+def arguments_of(text: str, param: str) -> dict[str, Any]:
+    """A call's arguments. Raises ApiError, with the field's name, unless the text is a JSON object; none may be "" or
+    null."""
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        raise refused(param, f"{param} is not JSON; an object is expected") from None
+    if not isinstance(arguments, dict | None):
+        raise refused(param, f"{param} is {shown(arguments)}; an object is expected")
+    return arguments or {}
 
 
 def _part_text(place: str, part: Mapping[str, Any]) -> str:

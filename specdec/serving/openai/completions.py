@@ -101,7 +101,7 @@ class CompletionTextAnswer(TextAnswer):
         text = "".join(event.text for event, _ in reader.read(delta) if isinstance(event, Text))
         reason = None if delta.output is None else reader.finish_reason(delta.output)
         details = self._details(index, delta) | (self._prompt_ids(index) if first else {})
-        if not (text or delta.logprobs or reason or self.body.return_token_ids):
+        if not (text or details.get("drafted") or delta.logprobs or reason or self.body.return_token_ids):
             return []
         return [_text(index, text, reason) | details]
 

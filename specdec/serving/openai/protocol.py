@@ -172,7 +172,7 @@ class RequestFields(NumberFields):
     stop: Annotated[str | Strings | None, at_most(MAX_STOP_MEMBERS)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: int = 0
+    priority: int | None = None
     cache_salt: str | None = None
     timings_per_token: bool | None = None
     store: bool | None = None

@@ -5,9 +5,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 from specdec.config import GRAMMARS, MAX_SALT, SamplingParams, SpecConfig
-from specdec.errors import ConfigError
+from specdec.errors import CapacityError, ConfigError
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.http.clients import require_priority, salt_for
+from specdec.serving.http.faults import ApiError
 from specdec.serving.openai.protocol import ChatRequest, SamplingFields, Speculation, refused
 from specdec.serving.state import ServeState
 
@@ -50,7 +51,7 @@ def sampling_params(
     if forced is not None and grammar:
         raise refused("tool_choice", "tool_choice and a format of the text are both given; leave one out")
     given |= grammar if forced is None else forced
-    require_priority(body.priority, state.settings)
+    require_priority(body.priority or 0, state.settings)
     if body.cache_salt is not None and not 0 < len(body.cache_salt) <= MAX_SALT:
         message = f"cache_salt has {len(body.cache_salt)} characters; 1 to {MAX_SALT} are allowed"
         raise refused("cache_salt", message, "invalid_value")
@@ -75,12 +76,14 @@ def require_logprobs(count: int, param: str = "logprobs") -> int:
     return count
 
 
-def naming_field(error: ConfigError, body: SamplingFields, renamed: Mapping[str, str]) -> Exception:
-    """If the grammar is at fault, returns an error with the client's name of the field; other errors are returned
-    unchanged."""
+def naming_field(
+    error: ConfigError | CapacityError, body: SamplingFields, renamed: Mapping[str, str]
+) -> ConfigError | CapacityError | ApiError:
+    """Returns the error with the client's names of a grammar's field, and of the field that limits the output."""
     field, message = next(iter(_requested_grammars(body)), None), str(error)
     if not message.startswith(GRAMMARS):
-        return error
+        limit = "max_tokens" if getattr(body, "max_completion_tokens", None) is None else "max_completion_tokens"
+        return type(error)(message.replace("max_new_tokens", renamed.get(limit, limit)))
     if field is None and isinstance(body, ChatRequest) and body.forced_tools:
         names = ", ".join(tool.name for tool in body.forced_tools)
         message = message.replace("json_schema", f"the schema of a tool that must be called ({names})", 1)

@@ -18,7 +18,7 @@ from fastapi.responses import Response
 
 from specdec import __version__
 from specdec.config import SamplingParams
-from specdec.errors import ConfigError
+from specdec.errors import CapacityError, ConfigError
 from specdec.runtime.drafts.draft_reports import vllm_figures
 from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
@@ -63,13 +63,13 @@ class TextAnswer(ABC):
         """Make the response, whole or as a stream."""
         try:
             self.params = await self.read_request()
-            self.streams = await self.engine.submit(self.prompts, self.params, priority=self.body.priority)
+            self.streams = await self.engine.submit(self.prompts, self.params, priority=self.body.priority or 0)
             if self.body.stream:
                 return self.events(self.streams, self._events())
             async with self.streams:
                 outputs = await self.streams.outputs()
                 return await asyncio.to_thread(lambda: JsonResponse(self._whole(outputs)))
-        except ConfigError as error:
+        except (ConfigError, CapacityError) as error:
             raise naming_field(error, self.body, self.renamed) from error
 
     @cached_property

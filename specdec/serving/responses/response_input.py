@@ -5,6 +5,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from specdec.serving.http.faults import invalid_body
+from specdec.serving.openai.chat_template import arguments_of
 from specdec.serving.openai.protocol import ChatRequest, NamedFunction, ResponsesRequest, TextFormat, refused
 
 RESPONSES_ONLY = {"tools", "tool_choice", "stream_options", "store"}
@@ -17,6 +18,8 @@ def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> Chat
     asked = {name: getattr(body, name) for name in SAME_AS_CHAT}
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     asked |= {"messages": instructions + messages, "max_tokens": body.max_output_tokens}
+    if not asked["messages"]:
+        raise refused("input", "input holds no message and no text of a thought; there is nothing to answer")
     scored = body.top_logprobs or "message.output_text.logprobs" in (body.include or ())
     asked |= {"logprobs": bool(scored) or None, "top_logprobs": body.top_logprobs or None}
     if body.tools:
@@ -42,8 +45,10 @@ def _response_format(form: TextFormat | None) -> dict[str, Any] | None:
         return None
     if form.type == "json_schema" and form.json_schema is None:
         raise refused("text.format.schema", "text.format.schema is missing; it is required")
+    if form.type != "json_schema" and form.json_schema is not None:
+        raise refused("text.format.schema", f"text.format.schema is not for type={form.type!r}; leave it out")
     schema = {"name": form.name or "", "schema": form.json_schema, "strict": form.strict}
-    return {"type": form.type} | ({"json_schema": schema} if form.json_schema else {})
+    return {"type": form.type} | ({"json_schema": schema} if form.json_schema is not None else {})
 
 
 def messages_of(items: list[dict[str, Any]], *, is_answer: bool = False) -> list[dict[str, Any]]:
@@ -79,8 +84,13 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str, *, af
             message["content"] = content if message["content"] is None else f"{message['content']}\n{content}"
         case "function_call":
             call_id, name, arguments = (_string(item, name, place) for name in ("call_id", "name", "arguments"))
+            answer = _answer(messages)
+            if item.get("status") == "incomplete":  # it broke off within its arguments, so it was not made
+                return
+            if not after_text:  # an answer's own calls were read as JSON
+                arguments_of(arguments, f"{place}.arguments")
             function = {"name": name, "arguments": arguments}
-            calls = _answer(messages).setdefault("tool_calls", [])
+            calls = answer.setdefault("tool_calls", [])
             calls.append({"id": call_id, "type": "function", "function": function})
         case "function_call_output":
             output = _text(item.get("output"), f"{place}.output")

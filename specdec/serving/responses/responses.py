@@ -4,7 +4,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from fastapi.responses import Response
@@ -36,10 +36,11 @@ async def read_response(response_id: str, state: StateDep) -> JsonResponse:
     return JsonResponse(_stored(state, response_id).response)
 
 
-@router.get("/v1/responses/{response_id}/input_items", response_model=answers.InputItems, responses=refusals(404))
-async def read_input_items(response_id: str, state: StateDep) -> JsonResponse:
+@router.get("/v1/responses/{response_id}/input_items", response_model=answers.InputItems, responses=refusals(400, 404))
+async def read_input_items(response_id: str, state: StateDep, order: Literal["asc", "desc"] = "desc") -> JsonResponse:
     inputs = _stored(state, response_id).inputs
-    items = [{"id": f"item_{index}", "type": "message"} | item for index, item in enumerate(inputs)][::-1]
+    items = [{"id": f"item_{index}", "type": "message"} | item for index, item in enumerate(inputs)]
+    items = items if order == "asc" else items[::-1]
     first, last = items[0]["id"], items[-1]["id"]
     return JsonResponse({"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": False})
 
@@ -72,7 +73,7 @@ class ResponseAnswer(ChatTextAnswer):
 
     events = NamedEvents
     scored = True
-    renamed: Mapping[str, str] = {"response_format": "text.format"}
+    renamed: Mapping[str, str] = {"response_format": "text.format", "max_tokens": "max_output_tokens"}
 
     def __init__(self, asked: ResponsesRequest, state: ServeState) -> None:
         self.asked = asked
@@ -131,7 +132,8 @@ class ResponseAnswer(ChatTextAnswer):
         usage = self._usage(self.prompts, [stats])
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"] or {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}
+            | (usage["prompt_tokens_details"] or {}),
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self.readers[0].thought_tokens},
             "total_tokens": usage["total_tokens"],

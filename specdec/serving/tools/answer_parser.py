@@ -119,10 +119,12 @@ class AnswerParser(CharacterReader):
         form = self._thoughts
         if form is None:
             return ""
+        marks = (form.opens, form.closes) if form.always else (form.opens,)  # a closed thought is over
         if continued:
-            opened = continued.rfind(form.opens)
-            return continued[opened:] if opened > continued.rfind(form.closes) else ""
-        return form.opens if prompt_end.rstrip().endswith(form.opens) else ""
+            opened, closed = continued.rfind(form.opens), continued.rfind(form.closes)
+            last = max(opened, closed)
+            return continued[last:] if last >= 0 and continued.startswith(marks, last) else ""
+        return next((mark for mark in marks if prompt_end.rstrip().endswith(mark)), "")
 
     def finish(self, *, cut: bool = False) -> list[Piece]:
         """End the text. Returns the pieces that were held back. cut: the answer was cut off."""
