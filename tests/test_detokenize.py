@@ -184,6 +184,14 @@ def test_a_space_between_a_special_token_and_a_word(stop, pieces, taken):
     assert (request.output().text, len(request.output_ids)) == ("", taken)
 
 
+def test_a_stop_string_before_min_tokens_hides_no_special_token_after_them():
+    """The early "a" was still in the text that is searched, so the written <|im_end|> was looked for too late."""
+    tokenizer = TOKENIZERS["byte-level"]
+    params = SamplingParams(max_new_tokens=5, stop=["a", "<|im_end|>"], min_tokens=1)
+    request, _ = run(tokenizer, ids_of(tokenizer, "a", "<|im_end|>", "b", "b", "b"), params, [1])
+    assert (len(request.output_ids), request.output().text, request.finish_reason) == (2, "a", "stop")
+
+
 def test_a_stop_string_that_begins_in_the_prompt_does_not_count():
     """Only what was generated is searched, as in vLLM. `specdec.generate` does as transformers."""
     tokenizer = TOKENIZERS["words"]

@@ -270,6 +270,16 @@ def test_overwrite_replaces_a_model_and_leaves_what_its_links_lead_to(checkpoint
     assert not answers.exists() and json.loads((out / "training/settings.json").read_text())["lr"] == 0.5
 
 
+def test_a_run_from_named_files_is_claimed_and_goes_on(prompts, tmp_path) -> None:
+    """--finetune and --conventions were paths that no settings.json could hold."""
+    named = {"finetune": tmp_path / "base", "conventions": tmp_path / "asked.json"}
+    settings = TrainSettings(target="tiny-gemma4", prompts=[prompts], out=tmp_path / "out", kind="mtp", **named)
+    for _ in range(2):
+        output_folder.claim_folder(settings)
+    with pytest.raises(ConfigError, match=r"--finetune was .*base, is .*other"):
+        output_folder.claim_folder(replace(settings, finetune=tmp_path / "other"))
+
+
 @pytest.mark.slow
 def test_an_interrupted_run_keeps_what_it_has(monkeypatch, checkpoint, prompts, tmp_path, capsys) -> None:
     calls = []

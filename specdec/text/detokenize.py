@@ -93,22 +93,24 @@ class Detokenizer:
         reach = max(map(len, stops), default=0)
         text = self._context + self.update(output_ids, reach)
         self.pending = ""  # nothing is handed out here: growing text would be copied for each token
-        least = getattr(stops, "min_tokens", 0)
-        if len(output_ids) <= least:
+        if len(output_ids) <= getattr(stops, "min_tokens", 0):
             return False
-        in_text = any(stop in text for stop in stops)
-        if not in_text:
-            # one before them too: words after a special token may begin with a space that is no text otherwise
-            if self._kinds().special.isdisjoint(output_ids[max(0, len(output_ids) - reach - 1) :]):
-                return False
-            # more tokens than the string has characters, since some decode right only after others
-            written = self._decode(output_ids[max(0, len(output_ids) - reach - 8) :], skip_special_tokens=False)
-            if not any(stop in written for stop in stops):
-                return False
-        if not least:
+        if any(stop in text for stop in stops) and self._counts(output_ids, stops, skip_special_tokens=True):
             return True
-        since = self._since(output_ids, stops, skip_special_tokens=in_text)
-        return find_first(self._decode(output_ids[:], skip_special_tokens=in_text), stops, since) is not None
+        # one before them too: words after a special token may begin with a space that is no text otherwise
+        if self._kinds().special.isdisjoint(output_ids[max(0, len(output_ids) - reach - 1) :]):
+            return False
+        # more tokens than the string has characters, since some decode right only after others
+        written = self._decode(output_ids[max(0, len(output_ids) - reach - 8) :], skip_special_tokens=False)
+        return any(stop in written for stop in stops) and self._counts(output_ids, stops, skip_special_tokens=False)
+
+    def _counts(self, output_ids: Sequence[int], stops: Sequence[str], *, skip_special_tokens: bool) -> bool:
+        """Does one of the stop strings, at least one of which is there, end after `min_tokens`?"""
+        since = self._since(output_ids, stops, skip_special_tokens=skip_special_tokens)
+        if not since:
+            return True
+        whole = self._decode(output_ids[:], skip_special_tokens=skip_special_tokens)
+        return find_first(whole, stops, since) is not None
 
     def stream(self, output_ids: Sequence[int], stops: Sequence[str], *, finished: bool) -> str:
         """Text not handed out before; a possible start of a stop string waits until it is ruled out."""

@@ -48,7 +48,8 @@ def require_free_folder(settings: TrainSettings) -> None:
 def claim_folder(settings: TrainSettings) -> None:
     """Write the settings of a new run; keep those of a resumed run. Raises ConfigError if they differ, unless they may
     be overwritten."""
-    asked = {k: v for k, v in asdict(settings).items() if k not in FREE_SETTINGS}
+    named = ((k, v) for k, v in asdict(settings).items() if k not in FREE_SETTINGS)
+    asked = {k: str(v) if isinstance(v, Path) else v for k, v in named}  # as they are read again
     asked["prompts"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in settings.prompts]
     folder, before = settings.out / "training", _settings_of_run(settings.out)
     if before is not None:
