@@ -147,7 +147,7 @@ def test_by_name_and_by_module(random_prompt):
 
 
 def test_a_config_may_name_no_class(make_target, random_prompt, tmp_path):
-    """As where the config was saved before its model: a target loads so, and a drafter was no language model."""
+    """A config that was saved before its model names none. A target loads so, and a drafter was refused."""
     model = make_target("llama")
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
