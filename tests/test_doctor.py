@@ -6,6 +6,7 @@ Causes are seeded as exports get them wrong: in config.json, in the weights, in 
 import copy
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -361,6 +362,15 @@ def test_fused_layers_and_16_bits_are_no_cause(drafter, dtype, engine):
         found = diagnose(pair, QUESTIONS, max_new_tokens=TOKENS)
     assert causes(found) == []
     assert found.reference.holds
+
+
+def test_kv_in_8_bits_is_no_cause(engine):
+    """Its rounding was reported as a wrong kernel."""
+    config = replace(engine.config, kv_dtype="fp8")
+    fitted = load_any_drafter(HEAD, engine.target)
+    with Engine(engine.target, fitted, tokenizer=engine.tokenizer, spec=SPEC, config=config) as pair:
+        found = diagnose(pair, QUESTIONS, max_new_tokens=8, causes=())
+    assert found.reference.holds and found.reference.difference > 1e-3
 
 
 # drafters of blocks

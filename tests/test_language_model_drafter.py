@@ -1,5 +1,6 @@
 """A language model drafts for another: the output is the target's, and one that drafts for itself is believed whole."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -143,6 +144,17 @@ def test_by_name_and_by_module(random_prompt):
         assert out.token_ids == want.token_ids
         assert set(out.stats.accepted_per_position) == {1.0}
         assert isinstance(engine.drafter, LanguageModelDrafter)
+
+
+def test_a_config_may_name_no_class(make_target, random_prompt, tmp_path):
+    """A config that was saved before its model names none. A target loads so, and a drafter was refused."""
+    model = make_target("llama")
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["architectures"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    [out] = Engine.from_pretrained(model, str(tmp_path)).generate([random_prompt(5)], FEW)
+    assert set(out.stats.accepted_per_position) == {1.0}
 
 
 def test_other_vocabularies_are_refused_with_the_reason(make_target, tmp_path):

@@ -72,6 +72,14 @@ def test_a_folder_without_a_tokenizer_says_that_there_is_no_text(without_tokeniz
             ask()
 
 
+def test_a_tokenizer_that_cannot_be_loaded_is_named_with_the_reason(without_tokenizer, caplog):
+    """A file that was cut off counted as none, and one of a list instead of an object was a traceback."""
+    for name, text, why in (("tokenizer.json", '{"a": "1', "Unterminated"), ("tokenizer_config.json", "[]", "list")):
+        (without_tokenizer / name).write_text(text)
+        assert model_loading.load_tokenizer(without_tokenizer) is None
+        assert f"the tokenizer of {str(without_tokenizer)!r} cannot be loaded: {why}" in caplog.text
+
+
 def test_a_tokenizer_that_is_given_needs_no_warning(without_tokenizer, caplog):
     assert load(without_tokenizer, tokenizer="tiny-gemma4").chat("1 + 1", SamplingParams(max_new_tokens=2))[0].text
     assert "has no tokenizer" not in caplog.text

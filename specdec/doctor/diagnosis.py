@@ -32,7 +32,7 @@ POSITIVE = 0.87
 EXACT = 1e-3
 """Largest relative difference of logits in float32 on a CPU."""
 COARSE = 0.1
-"""Largest relative difference of logits elsewhere, since products of other shapes round differently."""
+"""Largest relative difference of logits elsewhere, since products of other shapes round differently, and 8-bit K/V."""
 
 
 @dataclass(frozen=True, slots=True)

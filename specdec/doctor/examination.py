@@ -153,7 +153,8 @@ class Examination:
         replace(pair, drafter=watched).generate([prompt], replace(self.params, max_new_tokens=2 + self.num_steps))
         if not seen:
             return None
-        exact = pair.target.device.type == "cpu" and pair.target.dtype.itemsize >= 4
+        rounds = pair.target.dtype.itemsize < 4 or pair.engine.config.kv_dtype is not None
+        exact = pair.target.device.type == "cpu" and not rounds
         return ReferenceCheck.from_drafts(seen[0], dense_drafts(pair.drafter, text, self.num_steps), exact)
 
     def name_changes(self, causes: Sequence[Cause], update: Callable[[int], None]) -> tuple[list[Trial], list[Finding]]:

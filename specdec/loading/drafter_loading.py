@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specdec.draft_models.base import Drafter, with_defaults
 from specdec.draft_models.language_model import LanguageModelDrafter
@@ -170,7 +171,9 @@ def require_drafter(what: str, config: Mapping[str, Any]) -> None:
 
 
 def continues_text(config: Mapping[str, Any]) -> bool:
-    return any(str(name).endswith(LANGUAGE_MODELS) for name in config.get("architectures") or ())
+    """Is its class one that continues a text? Without `architectures`: the class that its type would be loaded in."""
+    by_type = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type")))
+    return any(str(name).endswith(LANGUAGE_MODELS) for name in config.get("architectures") or [by_type])
 
 
 def _language_model(model: PreTrainedModel, target: TargetModel, tokenizer: Any | None, own: Any | None) -> Drafter:

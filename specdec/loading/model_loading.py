@@ -253,13 +253,16 @@ def load_target(
 
 
 def load_tokenizer(name: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Any | None:
-    """The checkpoint's tokenizer, or None if it has none (prompts must then be token ids)."""
+    """The checkpoint's tokenizer, or None if it has none that can be loaded (prompts must then be token ids)."""
     checkpoint = Checkpoint.from_name(name, options)
     if not os.path.isdir(checkpoint.path):
         require_hub(checkpoint.name, checkpoint.hub_options)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint.path, **checkpoint.hub_options)
-    except (OSError, ValueError, KeyError):
+    except Exception as error:  # damaged files raise anything
+        folder = Path(checkpoint.path)
+        if not folder.is_dir() or any(folder.glob("tokenizer*")):
+            logger.warning("the tokenizer of %r cannot be loaded: %s", checkpoint.name, first_line(error))
         return None
     # without files, transformers makes up a tokenizer of only special tokens for some model types
     return tokenizer if len(tokenizer) > len(set(tokenizer.all_special_ids)) else None
