@@ -224,6 +224,10 @@ def fit_layers(assistant: Any, target: TargetInfo) -> tuple[tuple[int, ...], tup
     require(backbone == target.hidden_size, hidden)
     tokens = f"its vocabulary has {vocab_size} tokens, the target's {target.vocab_size}"
     require(vocab_size == target.vocab_size, tokens)
+    if (ordered := assistant.masked_embedding) is not None:
+        count, best = ordered.num_centroids, ordered.centroid_intermediate_top_k
+        shares = f"it divides {vocab_size} tokens among {count} centroids, of which it takes {best}"
+        require(vocab_size % count == 0 and 0 < best <= count, shares)
     layer_map: list[int] = []
     windows: list[int | None] = []
     for layer, layer_type in enumerate(config.layer_types):

@@ -39,7 +39,7 @@ class Fp8Pool:
     @classmethod
     def zeros(cls, slots: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> "Fp8Pool":
         bits = torch.zeros((slots, heads, dim), dtype=torch.uint8, device=device)
-        return cls(bits, torch.zeros((slots, heads), device=device), dtype)
+        return cls(bits, torch.zeros((slots, heads), dtype=torch.float32, device=device), dtype)
 
     @property
     def shape(self) -> torch.Size:

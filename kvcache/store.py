@@ -80,8 +80,8 @@ class PoolAddresses:
         assert pools and all(pool.is_contiguous() for pool in pools), "pools are contiguous"
         row_bytes = [pool[0].numel() * pool.element_size() for pool in pools]
         size = next(s for s in WORDS if all(n % s == 0 for n in (*row_bytes, *(pool.data_ptr() for pool in pools))))
-        row_len = torch.tensor(row_bytes, dtype=torch.int64) // size
-        addresses = torch.tensor([pool.data_ptr() for pool in pools], dtype=torch.int64)
+        row_len = torch.tensor(row_bytes, dtype=torch.int64, device="cpu") // size
+        addresses = torch.tensor([pool.data_ptr() for pool in pools], dtype=torch.int64, device="cpu")
         table = torch.stack([addresses, row_len, row_len.cumsum(0) - row_len], dim=1)
         return cls(tuple(pools), table.to(pools[0].device), WORDS[size], int(row_len.max()), int(row_len.sum()))
 

@@ -203,7 +203,7 @@ def generate(
         "ignore_eos": True,  # only the end tokens above count
     }
     if settings["do_sample"] and seed is None:
-        seed = int(torch.randint(0, 2**62, ()).item())
+        seed = int(torch.randint(0, 2**62, (), device="cpu").item())
     params = [
         SamplingParams(**arguments, seed=None if seed is None else _as_int("seed", seed) + row)
         for row in range(len(prompts))
@@ -223,7 +223,7 @@ def generate(
     width = max(map(len, new), default=0)
     generated = torch.full((len(new), width), 0 if pad is None else pad, dtype=torch.int64, device=ids.device)
     for row, tokens in enumerate(new):
-        generated[row, : len(tokens)] = torch.tensor(tokens)
+        generated[row, : len(tokens)] = torch.tensor(tokens, device=ids.device)
     sequences = torch.cat([ids, generated], dim=1)
     if settings["return_dict_in_generate"]:
         return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
@@ -251,11 +251,11 @@ def _stream(
             for token in delta.token_ids:
                 new[row].append(token)
                 if streamer is not None:
-                    streamer.put(torch.tensor([token]))
+                    streamer.put(torch.tensor([token], device="cpu"))
                 if stops is None:
                     continue  # reach is 0, but [-0:] would be the whole text
-                tail = torch.tensor([[*prompts[row][-reach:], *new[row][-reach:]]])  # a token has at least one byte
-                if bool(stops(tail, None)):
+                tail = [*prompts[row][-reach:], *new[row][-reach:]]  # a token has at least one byte
+                if bool(stops(torch.tensor([tail], device="cpu"), None)):
                     handle.abort()
                     ended = True
                     break

@@ -164,3 +164,9 @@ def test_misfit_names_both_values(changes, values, make_target, make_assistant, 
         make_engine(target, make_assistant(target, **changes))
     assert all(value in str(error.value) for value in values), str(error.value)
     assert isinstance(error.value, SpecDecError) and isinstance(error.value, ValueError)
+
+
+def test_tokens_that_centroids_cannot_share_are_refused_before_a_round_draws(make_target, make_assistant, make_engine):
+    target = make_target("gemma4-31b", vocab_size=16)
+    with pytest.raises(UnsupportedModelError, match="it divides 16 tokens among 12 centroids, of which it takes 3"):
+        make_engine(target, make_assistant(target, ordered=True))

@@ -88,8 +88,8 @@ def newest_inputs(rows: ForwardRows, taps: int) -> tuple[torch.Tensor, torch.Ten
     slots = np.zeros((len(rows.paths), taps), dtype=np.int64)
     for line, path in zip(slots, rows.paths, strict=True):
         line[taps - len(path[-taps:]) :] = path[-taps:]
-    unfolded = torch.tensor([len(path) for path in rows.paths], dtype=torch.int64)
-    return torch.from_numpy(slots), taps - torch.arange(taps) - unfolded[:, None]
+    unfolded = torch.from_numpy(np.array([len(path) for path in rows.paths], dtype=np.int64))
+    return torch.from_numpy(slots), taps - torch.arange(taps, device="cpu") - unfolded[:, None]
 
 
 class Wave(NamedTuple):
@@ -238,7 +238,7 @@ def fold_committed(table: RequestTable, store: KVStore, row: int, length: int) -
     for layer_kv in (layer_kv for each in store.by_rank for layer_kv in each.layers.values()):
         if (state := layer_kv.state) is None:
             continue
-        rows = torch.tensor([row])
+        rows = torch.tensor([row], device=state.folded_len.device)
         for begin in range(int(state.folded_len[row]), length, FOLD):
             slots = table.allocator.peer_slots(layer_kv.group, table.slots.host[row, begin : begin + FOLD])
             inputs, *records = (read_rows(pool, torch.from_numpy(slots)[None]) for pool in layer_kv.fields)
@@ -247,7 +247,7 @@ def fold_committed(table: RequestTable, store: KVStore, row: int, length: int) -
                 k, u, g = records
                 matrices = folded(RecordBlock(matrices, k, u, g[..., 0]))
             newest = inputs[:, FOLD - state.inputs.shape[1] :, 0]
-            state.fold(rows, matrices, newest, torch.tensor([begin + FOLD]))
+            state.fold(rows, matrices, newest, torch.full_like(rows, begin + FOLD))
 
 
 def last_inputs(layer_kv: LayerKV, wave: Wave, state: RecurrentState) -> torch.Tensor:

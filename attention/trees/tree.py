@@ -101,7 +101,7 @@ def _chain_fields(num_nodes: int, device: torch.device) -> tuple[torch.Tensor, t
     """Parents and depth [N] and ancestors [N, N] of a chain. Made once, on the host: made on a GPU they would cost
     seven launches per round, all on one thread's stream."""
     with torch.inference_mode(False):
-        steps = torch.arange(num_nodes)
+        steps = torch.arange(num_nodes, device="cpu")
         ancestors = steps[:, None] >= steps[None, :]
         return (steps - 1).to(device), steps.to(device), ancestors.to(device)
 

@@ -113,7 +113,7 @@ class Gemma4BlockLayer(HeadLayer):
         self.self_attn.v_norm = Gemma4RMSNorm(spec.head_dim, eps, with_scale=False)
         self.pre_feedforward_layernorm = Gemma4RMSNorm(hidden, eps)
         self.post_feedforward_layernorm = Gemma4RMSNorm(hidden, eps)
-        self.register_buffer("layer_scalar", torch.ones(1))
+        self.register_buffer("layer_scalar", self.post_feedforward_layernorm.weight.new_ones(1))
 
     def add_layer_output(
         self, residual: torch.Tensor, x: torch.Tensor, rotary: CosSin, context: LayerContext

@@ -212,7 +212,7 @@ def take_target_ids(state: dict[str, torch.Tensor], target: TargetInfo) -> torch
         return None
     if size != len(d2t):
         raise CheckpointError(f"d2t maps {len(d2t)} draft tokens, lm_head has {size or 'no'} rows")
-    ids = torch.arange(len(d2t)) + d2t.to(torch.int64)
+    ids = torch.arange(len(d2t), device=d2t.device) + d2t.to(torch.int64)
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= target.vocab_size:
         raise CheckpointError(

@@ -94,8 +94,8 @@ def write_head(folder: str | Path, head: Eagle3Head, target: TargetInfo) -> None
     tensors = {key.replace("layers.0.", "midlayer.", 1): tensor for key, tensor in state.items()}
     if head.target_ids is not None:
         ids = head.target_ids.cpu()
-        tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+        tensors["d2t"] = ids - torch.arange(len(ids), device=ids.device)
+        tensors["t2d"] = ids.new_zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     write_folder(folder, config, tensors)
 
 

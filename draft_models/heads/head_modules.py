@@ -119,7 +119,8 @@ class HeadForm(ABC):
     def random_rows(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Six random target states [2, 3, width] and tokens [2, 3], for `probed`."""
         weight: torch.Tensor = next(self.head.parameters())
-        states = torch.randn((2, 3, width), generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        states = torch.randn((2, 3, width), generator=generator, dtype=torch.float32, device="cpu")
         tokens = torch.arange(6, device=weight.device).view(2, 3) % self.head.spec.vocab_size
         return states.to(weight.device, weight.dtype), tokens
 

@@ -80,7 +80,8 @@ class MtpModule(nn.Module):
     def probed(self) -> torch.Tensor:
         """y and z of six random rows, [12, H] float32."""
         weight, random = self.enorm.weight, torch.Generator().manual_seed(0)
-        rows = torch.randn((2, 2, 3, self.width), generator=random).to(weight.device, weight.dtype)  # type: ignore[arg-type]
+        rows = torch.randn((2, 2, 3, self.width), generator=random, dtype=torch.float32, device="cpu")
+        rows = rows.to(weight.device, weight.dtype)  # type: ignore[arg-type]
         positions = torch.arange(6, device=rows.device).view(2, 3) * 100
         return torch.cat(self.forward(rows[0], rows[1], positions, EchoContext(), False)).flatten(0, 1).float()
 

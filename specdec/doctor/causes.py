@@ -49,7 +49,7 @@ def changed_head(drafter: Eagle3Drafter, target: TargetModel, **spec: Any) -> Ea
     if head.embed_tokens is None:
         state.pop(TABLE, None)
     if NORM in head.state_dict() and NORM not in state:
-        state[NORM] = torch.ones(drafter.spec.hidden_size)
+        state[NORM] = torch.ones(drafter.spec.hidden_size, dtype=torch.float32, device="cpu")
     head.load_state_dict(state)
     head.target_ids = drafter.target_ids
     return Eagle3Drafter(head.place(target.device, target.dtype).eval(), target)

@@ -60,7 +60,7 @@ class Measured(NamedTuple):
 
     expected: tuple[float, ...]
     greedy: tuple[float, ...]
-    by_token: torch.Tensor = torch.empty(0)
+    by_token: torch.Tensor = torch.empty(0, device="cpu")
 
     @property
     def length(self) -> float:

@@ -119,13 +119,13 @@ class PeerRanks(Ranks):
         super().__init__(devices)
         for device in devices:  # the first copy makes torch enable peer access
             for peer in devices:
-                torch.ones(8, device=device).to(peer)
+                torch.ones(8, dtype=torch.float32, device=device).to(peer)
         ints: dict[str, Any] = {"dtype": torch.int32}
         self._flags = [torch.zeros((len(devices), PROGRAMS), device=device, **ints) for device in devices]
         self._round = [torch.zeros(1, device=device, **ints) for device in devices]
         self._error = [torch.zeros(1, device=device, **ints) for device in devices]
         pinned = devices[0].type == "cuda"
-        self._host_error = [torch.zeros(1, pin_memory=pinned, **ints) for _ in devices]
+        self._host_error = [torch.zeros(1, device="cpu", pin_memory=pinned, **ints) for _ in devices]
         self._errors = [error.numpy() for error in self._host_error]
         self._flag_table = self._addresses(self._flags)
         self._step = 0
@@ -294,7 +294,7 @@ class PeerRanks(Ranks):
             )
 
     def _addresses(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
+        addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device="cpu")
         return [addresses.to(device) for device in self.devices]
 
 

@@ -114,7 +114,7 @@ def read_bandwidth(device: torch.device) -> float:
     size, on_gpu = MIN_READ_BYTES, device.type == "cuda"
     if on_gpu:
         size = max(size, min(MAX_READ_BYTES, torch.cuda.mem_get_info(device)[0] // 4))
-    x = torch.ones(size // 4, device=device)
+    x = torch.ones(size // 4, dtype=torch.float32, device=device)
     reads: list[tuple[int, Callable[[], object]]] = [(1, x.sum), (1, x.amax)]
     if on_gpu:
         y = torch.empty_like(x)

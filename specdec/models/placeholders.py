@@ -109,9 +109,9 @@ def find_placeholders(
     if not replaced:
         return Placeholders(unread=unread)
     rows = getattr(inner.get_input_embeddings(), "num_embeddings", 0)
-    table = torch.arange(max(rows, model.config.get_text_config().vocab_size))
-    table[list(replaced)] = torch.tensor(list(replaced.values()))
-    return Placeholders(table.to(device), unread)
+    table = torch.arange(max(rows, model.config.get_text_config().vocab_size), device=device)
+    table[list(replaced)] = torch.tensor(list(replaced.values()), device=device)
+    return Placeholders(table, unread)
 
 
 def named_ids(config: Any) -> dict[int, str]:

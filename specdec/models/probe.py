@@ -97,7 +97,7 @@ def probe_texts(config: Any, vocab_size: int) -> torch.Tensor:
     named = {value for part in whole for key, value in vars(part).items() if "token" in key and isinstance(value, int)}
     ordinary = [token for token in range(min(vocab_size, 4096)) if token not in named] or [0]
     picked = [ordinary[(len(ordinary) // 3 + 37 * i) % len(ordinary)] for i in range(2 * TEXT_LEN)]
-    return torch.tensor(picked).view(2, TEXT_LEN)
+    return torch.tensor(picked, device="cpu").view(2, TEXT_LEN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ def grid_of(weight: torch.Tensor) -> str | None:
         if rows.shape[1] < size:
             return None
         ordered = rows[:, : rows.shape[1] // size * size].reshape(-1, size).sort(dim=1).values
-        is_new = ordered.diff(dim=1, prepend=torch.full((len(ordered), 1), torch.nan)) != 0
+        is_new = ordered.diff(dim=1, prepend=ordered.new_full((len(ordered), 1), torch.nan)) != 0
         counted = ordered != 0  # of a sparse matrix
         if float((is_new & counted).sum() / counted.sum()) < least:
             return form

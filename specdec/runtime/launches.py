@@ -66,7 +66,7 @@ def copy_to_host(numbers: torch.Tensor) -> torch.Tensor:
     """Start a copy of `numbers` to the host. It is complete when a later `HostCopy` is."""
     if numbers.device.type != "cuda":
         return numbers.clone()
-    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
     return host.copy_(numbers, non_blocking=True)
 
 

@@ -353,5 +353,6 @@ def slots_needed(table: RequestTable, prompt_len: int, max_new_tokens: int) -> l
     """
     page_size, num_nodes = table.allocator.page_size, table.lookahead
     max_len = prompt_len if max_new_tokens < 2 else prompt_len + max_new_tokens - 2 + num_nodes
-    held = [max_len] + [window_slots_held(int(keys), num_nodes, page_size) for keys in table.retain[1:]]
+    kept = [int(keys) + lag for keys, lag in zip(table.retain, table.max_lag, strict=True)]
+    held = [max_len] + [window_slots_held(keys, num_nodes, page_size) for keys in kept[1:]]
     return [-(-min(max_len, slots) // page_size) * page_size for slots in held]

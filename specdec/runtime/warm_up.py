@@ -120,7 +120,8 @@ def time_rounds(rounds: Rounds, shapes: Sequence[RoundShape], done: Callable[[in
         room = (table.slots.host.shape[1] - 1) // shape.depth  # rounds until a row is full, if all drafts are right
         stamps = []
         for _ in range(min(REPEATS, room)):
-            tokens = torch.randint(state.target.vocab_size, (shape.batch, 1), generator=generator).to(state.device)
+            tokens = torch.randint(state.target.vocab_size, (shape.batch, 1), generator=generator, device="cpu")
+            tokens = tokens.to(state.device)
             newest = table.committed_len.tensor[: shape.batch, None]
             state.tokens.tensor[: shape.batch].scatter_(1, newest, tokens)
             stamps.append(rounds.run(shape)[-len(DECODE_STAGES) - 1 :].clone())

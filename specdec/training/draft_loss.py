@@ -140,7 +140,7 @@ def draft_loss(drafter: TrainableDrafter, batch: PackedRows, known: TargetStates
             inside = torch.isin(best, drafter.target_ids)
             logits = logits[:, drafter.target_ids]
         expected = logits.float().softmax(-1)  # [M, draft V]
-    loss, total = torch.zeros((), device=device), 0.0
+    loss, total = torch.zeros((), dtype=torch.float32, device=device), 0.0
     predicted = predicted_rows(batch, steps, drafter.ahead)
     if (chosen := drafter.learnt_rows(batch)) is not None:
         predicted = [rows & chosen for rows in predicted]

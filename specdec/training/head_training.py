@@ -76,7 +76,7 @@ class TrainableBlock(TrainableDrafter):
 
     def learnt_rows(self, batch: PackedRows) -> torch.Tensor:
         begins = predicted_rows(batch, 1, self.ahead)[0]  # blocks begin before a token of an answer
-        order = torch.rand(begins.shape, device=begins.device).masked_fill(~begins, -1.0)
+        order = torch.rand(begins.shape, dtype=torch.float32, device=begins.device).masked_fill(~begins, -1.0)
         self.places = order.topk(min(BLOCKS, begins.shape[1]), dim=1).indices.sort(dim=1).values  # [B, A]
         chosen = torch.zeros_like(begins).scatter_(1, self.places, True)
         return chosen & begins

@@ -44,7 +44,7 @@ class TrainingBatches:
         step."""
         for number in itertools.count(step):
             epoch, at = divmod(number, max(1, self.count // self.width))
-            order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed + epoch))
+            order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed + epoch), device="cpu")
             index = order[at * self.width + self.rank : (at + 1) * self.width : self.processes]
             parts = self._states(index.tolist())
             yield self._batch(index), {name: torch.cat([x[name] for x in parts]).to(self.device) for name in parts[0]}
@@ -57,7 +57,7 @@ class TrainingBatches:
         parts = {row: self.kept[row] for row in rows if row in self.kept}
         unknown = [row for row in rows if row not in parts]
         if unknown:
-            found = self.drafter.target_states(self._batch(torch.tensor(unknown)))
+            found = self.drafter.target_states(self._batch(torch.tensor(unknown, device="cpu")))
             found = {name: x.bfloat16() for name, x in found.items()}
             size = sum(x.nbytes for x in found.values())
             parts |= {row: {name: x[i, None] for name, x in found.items()} for i, row in enumerate(unknown)}

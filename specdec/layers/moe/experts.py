@@ -59,7 +59,7 @@ class Experts(NamedTuple):
 
 def reference_apply_experts(x: torch.Tensor, routing: Routing, experts: Experts) -> Product:
     """x [T, H] -> [T, H], expert by expert."""
-    parts = torch.zeros((*routing.experts.shape, x.shape[1]), device=x.device)  # [T, k, H]
+    parts = torch.zeros((*routing.experts.shape, x.shape[1]), dtype=torch.float32, device=x.device)  # [T, k, H]
     for expert in routing.experts[routing.experts >= 0].unique().tolist():
         row, rank = (routing.experts == expert).nonzero(as_tuple=True)
         up_bias, down_bias = (None if b is None else b[expert] for b in (experts.gate_up_bias, experts.down_bias))

@@ -60,7 +60,7 @@ class PackedExperts(nn.Module):
         for name, bias in (("gate_up_bias", experts.gate_up_bias), ("down_bias", experts.down_bias)):
             parameter = None if bias is None else nn.Parameter(bias, requires_grad=False)
             self.register_parameter(name, parameter)
-        nothing = torch.empty(0)
+        nothing = torch.empty(0, device="cpu")
         self._described = experts._replace(gate_up=nothing, down=nothing, gate_up_bias=None, down_bias=None)
 
     @property

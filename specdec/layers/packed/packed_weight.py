@@ -151,7 +151,7 @@ def numbers_of(weight: PackedWeight) -> torch.Tensor:
     if weight.code == "e4m3":
         return raw.view(torch.float8_e4m3fn).float()
     if weight.code == "e2m1":
-        return torch.tensor([*E2M1, *(-value for value in E2M1)], device=raw.device)[raw.int()]
+        return torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.float32, device=raw.device)[raw.int()]
     numbers = raw.float()
     if weight.zeros is None:
         return numbers.sub_(8.0)
