@@ -145,7 +145,7 @@ def chat_ids(
         raise ConfigError(f"the chat template does not take these messages: {reason}") from error
 
 
-def _templated(tokenizer: Any, chat: list[dict[str, Any]], *, tokenize: bool, **options: Any) -> Any:
+def _templated(tokenizer: Any, chat: list[dict[str, Any]], /, *, tokenize: bool, **options: Any) -> Any:
     """Text or token ids of a chat from transformers' `apply_chat_template`.
 
     From version 5.24 on it drops a content of None from its message, so that `content is none` is false. If a template
