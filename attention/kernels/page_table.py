@@ -11,8 +11,7 @@ Pages after a prefix are undefined and not read. So a table may be as wide as th
 only as much as its prefixes are long; the table of a windowed group is O(window) wide. The grid has an axis for groups,
 and all tables are in one buffer, so a capture does not depend on the number of groups. The padding row (the last of
 req_to_slot) counts as S = 0, and its writes go to the null slot. Widths and lengths are run-time values: no batch shape
-compiles a new kernel. Both backends read prefixes
-through these tables, except those of packed prompts.
+compiles a new kernel. Both backends read prefixes through these tables, except those of packed prompts.
 """
 
 from typing import NamedTuple

@@ -22,12 +22,14 @@ UNLISTED_ROWS = 16
 STATIC_BYTES = 4 << 10
 """Shared memory of a program besides its tiles in flight."""
 
-LONG = 11 * 256
+DEEP = 11 * 256
 """With more columns than this, 4-bit tiles are loaded further ahead if few programs share a multiprocessor."""
 
-MANY_PLAIN, MANY_PACKED = 64, 256
-"""Tiles have 128 rows of x if more than this many are expected in a list: of 2-byte weights, and of packed ones, whose
-decoded tiles need registers too."""
+LONG_LIST = 64
+"""If more rows than this are expected in a list, tiles of a 2-byte weight have 128 rows of x."""
+
+LONG_PACKED_LIST = 256
+"""LONG_LIST of packed weights, whose decoded tiles need registers too."""
 
 
 def expert_tiles(slots: int, weight: Weight, dtype: torch.dtype, *, listed: bool) -> Tiles:
@@ -45,7 +47,7 @@ def expert_tiles(slots: int, weight: Weight, dtype: torch.dtype, *, listed: bool
     elif columns := tile_columns(weight):
         tiles = Tiles(64, min(expected, 64), columns, 4, 3, 64)
     elif expected > 32:
-        tiles = Tiles(64, 128, 128, 4, 3, 64) if expected > MANY_PACKED else Tiles(128, 64, 128, 4, 3, 128)
+        tiles = Tiles(64, 128, 128, 4, 3, 64) if expected > LONG_PACKED_LIST else Tiles(128, 64, 128, 4, 3, 128)
     elif BITS[weight.code] == 8:
         tiles = _fp8_tiles(expected, programs, listed)
     else:
@@ -61,7 +63,7 @@ def _float32_tiles(weight: Weight, block_m: int) -> Tiles:
 
 def _plain_tiles(k: int, expected: int) -> Tiles:
     block_k = 128 if k % 128 == 0 else 64
-    if expected > MANY_PLAIN:
+    if expected > LONG_LIST:
         return Tiles(128, 128, block_k, 4, 3, 128)
     if expected > 32:
         return Tiles(128, 64, block_k, 8, 4, 128)
@@ -78,7 +80,7 @@ def _fp8_tiles(expected: int, programs: float, listed: bool) -> Tiles:
 
 
 def _int4_tiles(weight: PackedWeight, dtype: torch.dtype, expected: int, programs: float) -> Tiles:
-    if weight.shape[-1] > LONG and programs <= 3:
+    if weight.shape[-1] > DEEP and programs <= 3:
         return Tiles(64, UNLISTED_ROWS, 256, 4, 4 if programs == 3 else 5, 64)
     # shorter groups, zeros and unpacking without assembly would spill
     fits = weight.zeros is None and weight.group >= 32 and is_fast(weight, dtype)

@@ -151,7 +151,9 @@ def choose_packed_tiles(num_rows: int, weight: PackedWeight, split_k: SplitK, dt
             return Tiles(64, block_m, 256, 4, 3, 64)
         if not few_rows:
             stages = 5 if programs <= PACKED_WAVE else 4
-        return Tiles(64, block_m, fixed or 128, 4, stages if in_parts or not few_rows else 4, 64, registers=REGISTERS)
+        elif not in_parts:
+            stages = 4
+        return Tiles(64, block_m, fixed or 128, 4, stages, 64, registers=REGISTERS)
     small_groups = weight.code == "int4" and weight.group <= 32
     if len(weight) >= SPLIT_HEIGHT and small_groups and in_parts and split_k.split_len <= SHORT_RANGE:
         return Tiles(64, block_m, 128, 4, stages, 64, registers=REGISTERS)
