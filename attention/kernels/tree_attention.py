@@ -210,8 +210,8 @@ def _tiles_of_chains(num_rows: int, heads: int, block_d: int, *, fp8: bool) -> R
     if block_d > 256:
         return RowTiles(32, 4, 5 if heads <= 32 else 3)
     stages = 5 if block_d <= 64 else 3
-    if num_rows > 32 and not fp8:
-        return RowTiles(64, 4, stages)
+    if num_rows > 32 and not fp8:  # over 64 channels a third program fits
+        return RowTiles(64, 4, stages, max_registers=168 if block_d <= 64 <= heads else None)
     return RowTiles(32, 2 if heads >= (64 if block_d <= 128 else 256) else 4, stages)
 
 

@@ -211,7 +211,7 @@ def packed_gemm(
         TAIL_M=tiles.tail_m,
         SHORT_M=short.block_m if short else 0,
         SHORT_K=other[1],
-        **tiles.options,
+        **(tiles._replace(registers=None) if launch.summed else tiles).options,  # a second sum needs registers
         **pdl_options(x.device),
     )
     return Product(out, bias if split else None, x.dtype)

@@ -5,7 +5,7 @@ r"""Chooses the launch of a product with a packed weight.
 
 Three things bound the time of `packed_gemm`: the tensor core, which waits while its program decodes; how evenly
 programs are spread over the multiprocessors; and, in any order, the parts that the next kernel adds. A time model has
-two figures for each tile and form of a weight, timed on an H100, and the fastest choice is taken. The bits of a sum
+two figures for each tile and form of a weight, timed on an H200, and the fastest choice is taken. The bits of a sum
 over one range of K do not depend on the tile. So in order, tiles are chosen in the same way, with given ranges.
 """
 
@@ -26,7 +26,7 @@ from specdec.layers.packed.unpack_asm import is_fast
 
 
 class TileTiming(NamedTuple):
-    """Time of programs with one tile on an H100, where a multiprocessor runs `programs` of them at once.
+    """Time of programs with one tile on an H200, where a multiprocessor runs `programs` of them at once.
 
     Microseconds for 128 columns: `alone` for a single program, `each` for each of several.
     """
@@ -48,40 +48,47 @@ class TileTiming(NamedTuple):
 
 
 TILE_TIMINGS: dict[Tiles, dict[str, TileTiming]] = {
-    Tiles(64, 64, 128, 4, 3, 64): {
-        "4 bits": TileTiming(3, 0.63, 0.25),
-        "8 bits": TileTiming(3, 0.78, 0.28),
-        "8 bits in blocks": TileTiming(3, 1.00, 0.37),
+    Tiles(64, 64, 128, 4, 3, 64): {"8 bits in blocks": TileTiming(3, 1.00, 0.37)},
+    Tiles(64, 64, 128, 4, 3, 64, registers=96): {"4 bits": TileTiming(3, 0.56, 0.23)},
+    Tiles(64, 64, 128, 4, 4, 64, registers=96): {"4 bits": TileTiming(2, 0.55, 0.25)},
+    Tiles(64, 64, 128, 4, 3, 64, registers=104): {"8 bits": TileTiming(3, 0.81, 0.27)},
+    Tiles(64, 64, 128, 4, 4, 64, registers=104): {"8 bits": TileTiming(2, 0.55, 0.35)},
+    Tiles(64, 64, 128, 4, 3, 64, tail_m=16, registers=104): {
+        "4 bits": TileTiming(3, 0.96, 0.28),
+        "8 bits": TileTiming(2, 0.82, 0.37),
     },
-    Tiles(64, 64, 128, 4, 4, 64): {"4 bits": TileTiming(2, 0.60, 0.28), "8 bits": TileTiming(2, 0.60, 0.37)},
-    Tiles(64, 64, 64, 4, 4, 64, tail_m=32): {"8 bits": TileTiming(3, 1.00, 0.44)},
-    Tiles(64, 128, 128, 4, 3, 64): {"4 bits": TileTiming(2, 0.65, 0.44), "8 bits": TileTiming(2, 0.85, 0.46)},
-    Tiles(64, 128, 64, 4, 3, 64): {"8 bits": TileTiming(3, 1.14, 0.49)},
-    Tiles(64, 128, 64, 4, 3, 64, tail_m=32): {"8 bits": TileTiming(3, 1.40, 0.59)},
-    Tiles(64, 256, 64, 4, 3, 64): {"8 bits": TileTiming(2, 1.30, 0.84)},
-    Tiles(128, 64, 128, 4, 3, 128, registers=168): {
-        "4 bits": TileTiming(3, 1.10, 0.45),
-        "8 bits": TileTiming(2, 0.98, 0.55),
+    Tiles(64, 64, 64, 4, 4, 64, tail_m=32): {"8 bits": TileTiming(3, 1.07, 0.41)},
+    Tiles(64, 128, 128, 4, 3, 64, registers=136): {
+        "4 bits": TileTiming(2, 0.60, 0.40),
+        "8 bits": TileTiming(2, 0.82, 0.45),
     },
-    Tiles(128, 64, 128, 4, 4, 128): {"4 bits": TileTiming(2, 0.78, 0.50)},
+    Tiles(64, 128, 64, 4, 3, 64): {"8 bits": TileTiming(3, 1.17, 0.49)},
+    Tiles(64, 128, 64, 4, 3, 64, tail_m=32): {"8 bits": TileTiming(3, 1.42, 0.59)},
+    Tiles(64, 256, 64, 4, 3, 64): {"8 bits": TileTiming(2, 1.37, 0.82)},
+    Tiles(128, 64, 128, 4, 3, 128, registers=168): {"4 bits": TileTiming(3, 1.10, 0.42)},
+    Tiles(128, 64, 128, 4, 4, 128): {"4 bits": TileTiming(2, 0.73, 0.49)},
+    Tiles(128, 64, 128, 4, 4, 128, registers=176): {"8 bits": TileTiming(2, 1.00, 0.57)},
     Tiles(128, 64, 128, 4, 3, 128, tail_m=32): {
-        "4 bits": TileTiming(2, 1.19, 0.70),
-        "8 bits": TileTiming(2, 1.29, 0.76),
+        "4 bits": TileTiming(2, 1.20, 0.73),
+        "8 bits": TileTiming(2, 1.28, 0.76),
     },
-    Tiles(256, 64, 64, 8, 4, 256, registers=128): {"8 bits": TileTiming(2, 1.43, 1.02)},
-    Tiles(128, 128, 64, 4, 5, 128): {"4 bits": TileTiming(2, 1.41, 0.83), "8 bits": TileTiming(2, 1.45, 0.95)},
-    Tiles(128, 128, 64, 8, 3, 128, tail_m=32, registers=128): {"8 bits": TileTiming(2, 1.74, 1.16)},
-    Tiles(128, 128, 128, 4, 3, 128): {"4 bits": TileTiming(1, 0.92, 0.92)},
+    Tiles(128, 128, 64, 4, 5, 128): {"8 bits": TileTiming(2, 1.48, 0.90)},
+    Tiles(128, 128, 64, 4, 5, 128, registers=200): {"4 bits": TileTiming(2, 1.38, 0.79)},
+    Tiles(128, 128, 64, 8, 3, 128, tail_m=32, registers=128): {"8 bits": TileTiming(2, 1.77, 1.28)},
+    Tiles(128, 128, 128, 4, 3, 128): {"4 bits": TileTiming(1, 0.92, 0.89)},
     Tiles(128, 128, 128, 8, 3, 128, tail_m=32): {
-        "4 bits": TileTiming(1, 1.25, 1.19),
-        "8 bits": TileTiming(1, 1.26, 1.26),
+        "4 bits": TileTiming(1, 1.24, 1.14),
+        "8 bits": TileTiming(1, 1.36, 1.26),
     },
 }
-"""Tiles, by the form of a weight, that were fastest for some of eight weights and 48 to 640 rows. In two runs the
-model's choice takes on average 0.3 %, and at most 4 %, longer than the fastest timed launch."""
+"""Tiles, by the form of a weight, that were fastest for some of nine weights and 64 to 640 rows. On an H200 the
+model's choice takes on average 0.3 %, and at most 8 %, longer than the fastest timed launch.
+
+With a limit of some tenth fewer registers than the compiler would take, it orders a loop otherwise: up to 15 % faster
+(docs/results/2026-11-29-h200.md)."""
 
 SHORT_TILES: dict[Tiles, tuple[Tiles, ...]] = {
-    Tiles(64, 256, 64, 4, 3, 64): (Tiles(64, 64, 128, 4, 3, 64), Tiles(64, 128, 64, 4, 3, 64)),
+    Tiles(64, 256, 64, 4, 3, 64): (Tiles(64, 64, 128, 4, 3, 64, registers=104), Tiles(64, 128, 64, 4, 3, 64)),
 }
 """Smaller tiles that a launch may mix with the key's: they differ in rows of x alone. Next to tiles of 64 x 128 they
 gain 1 % at 128 rows, and lose more where a norm and the down product follow."""
@@ -104,10 +111,10 @@ MAX_PART_ROWS = 2048
 SCALES_AND_STORES_BYTES = 10 << 10
 """Bytes of shared memory for scales and for a program's stores."""
 
-# The costs of a launch on an H100, in microseconds (us).
-WAVE_US = 0.8  # to start and end the programs that a multiprocessor runs at once
-PROGRAM_US = 0.4  # more for each program of such a wave
-PART_US = 0.7  # for each part that the next kernel adds, besides its bytes
+# The costs of a launch on an H200, in microseconds (us); bytes and operations on an H100.
+WAVE_US = 1.28  # to start and end the programs that a multiprocessor runs at once
+PROGRAM_US = 0.42  # more for each program of such a wave
+PART_US = 0.58  # for each part that the next kernel adds, besides its bytes
 LIBRARY_US = 9.0  # for the library's two additional launches and for what every product takes
 TWO_TILES_FACTOR = 1.03  # on the time of a launch with two tile sizes: it is chosen only if clearly faster
 BANDWIDTH = 2.8e6  # bytes of memory per us
@@ -126,6 +133,12 @@ REGISTERS = 128
 
 FOR_THREE = 168
 """Register limit per thread with which three programs run on a multiprocessor."""
+
+FOR_THREE_IN_LONG_GROUPS = 144
+"""The same for int4 in groups of more than 32 columns, which need fewer."""
+
+FOR_NEXT = 72
+"""Register limit per thread that leaves room for programs of the next kernel while the last of these run."""
 
 WAVE_OF_FOUR = 528
 """Programs that an H200 runs at once if each multiprocessor runs four; without a register limit it runs three."""
@@ -149,11 +162,14 @@ def choose_packed_tiles(num_rows: int, weight: PackedWeight, split_k: SplitK, dt
     if BITS[weight.code] == 8:
         if in_parts and few_rows and not fixed:
             return Tiles(64, block_m, 256, 4, 3, 64)
+        at_once = programs <= PACKED_WAVE
         if not few_rows:
-            stages = 5 if programs <= PACKED_WAVE else 4
+            stages = 5 if at_once else 4
         elif not in_parts:
             stages = 4
-        return Tiles(64, block_m, fixed or 128, 4, stages, 64, registers=REGISTERS)
+        fits_next = few_rows and at_once and not in_parts and not fixed and is_fast(weight, dtype)
+        registers = FOR_NEXT if fits_next else REGISTERS
+        return Tiles(64, block_m, fixed or 128, 4, stages, 64, registers=registers)
     small_groups = weight.code == "int4" and weight.group <= 32
     if len(weight) >= SPLIT_HEIGHT and small_groups and in_parts and split_k.split_len <= SHORT_RANGE:
         return Tiles(64, block_m, 128, 4, stages, 64, registers=REGISTERS)
@@ -161,8 +177,13 @@ def choose_packed_tiles(num_rows: int, weight: PackedWeight, split_k: SplitK, dt
         return Tiles(64, block_m, 256, 4, 3, 64, registers=REGISTERS)
     if not few_rows and programs > PACKED_WAVE:
         return Tiles(64, block_m, 128, 4, 4, 64, registers=REGISTERS)
-    registers = FOR_THREE if small_groups and in_parts and not few_rows else None
-    return Tiles(64, block_m, 256, 4, 4 if in_parts and few_rows else stages, 64, registers=registers)
+    if not in_parts:
+        return Tiles(64, block_m, 256, 4, stages, 64)
+    if few_rows:
+        return Tiles(64, block_m, 256, 4, 4, 64)
+    long_groups = weight.code == "int4" and weight.group > 32 and weight.zeros is None and is_fast(weight, dtype)
+    registers = FOR_THREE if small_groups else FOR_THREE_IN_LONG_GROUPS if long_groups else None
+    return Tiles(64, block_m, 256, 4, stages, 64, registers=registers)
 
 
 def takes_packed_rows(weight: Weight, x: torch.Tensor) -> TypeGuard[PackedWeight]:
@@ -258,7 +279,7 @@ def _launches(
 ) -> Iterator[PackedLaunch]:
     in_order = split_k is not None
     # for a second sum, to which a program adds the sum of each range; for 8 bits `gemm_small` is as fast
-    has_registers = tiles.block_m == 64 and not tiles.tail_m and tiles.registers is None
+    has_registers = tiles.block_m == 64 and not tiles.tail_m and (tiles.block_n == 64 or tiles.registers is None)
     split_ks = [split_k] if split_k else [_equal_ranges(shape.k, ranges) for ranges in ((1,) if gated else RANGES)]
     for some in split_ks:
         if some.splits == 1:
