@@ -51,15 +51,17 @@ def prompts(tmp_path) -> Path:
     return file
 
 
-SMALL = "--answers 16 --batch 8 --minutes 5 --steps 4 --rows 4 --length 96 --heads 4"
+SMALL = "--answers 16 --batch 8 --minutes 5 --steps 4 --rows 4 --length 96"
 SMALL += f" --max-new-tokens {examples(6, 24)}"
-SMALL += " --draft-vocab 64 --report-count 2 --draft-steps 3 --device cpu --dtype float32"
+SMALL += " --report-count 2 --draft-steps 3 --device cpu --dtype float32"
 
 
 def run(target: Path, prompts: Path, out: Path, more: str = "") -> dict[str, Any]:
     """`specdec train` with these arguments; a refusal is its SystemExit, with what it said."""
     folders = ["--target", str(target), "--prompts", str(prompts), "--out", str(out)]
-    result = CliRunner().invoke(app, ["train", *folders, *SMALL.split(), *more.split()])
+    own = "" if "--kind mtp" in more else "--heads 4"
+    own += "" if re.search("--kind (?!eagle3)", more) else " --draft-vocab 64"
+    result = CliRunner().invoke(app, ["train", *folders, *SMALL.split(), *own.split(), *more.split()])
     print(result.stdout, end="")
     print(result.stderr, end="", file=sys.stderr)
     if result.exit_code:
@@ -123,8 +125,9 @@ def test_a_run_leaves_a_drafter_that_loads(kind, checkpoint, prompts, tmp_path, 
     """The whole script on a random target: answers, vocabulary, training, file, report by the engine. Each stage says
     what is left."""
     out = tmp_path / kind
-    more = "--layers 1 --causal --mask-token 3" if kind == "block" else ""
-    report = run(checkpoint, prompts, out, f"--kind {kind} --kv-heads 2 --head-dim 8 --log-every 0 {more}")
+    heads = "--kv-heads 2 --head-dim 8"
+    more = {"eagle3": heads, "block": f"{heads} --layers 1 --causal --mask-token 3"}.get(kind, "")
+    report = run(checkpoint, prompts, out, f"--kind {kind} --log-every 0 {more}")
     lines = capsys.readouterr().out
     for stage in ("answers", "training", "report"):
         assert re.search(rf"^{stage} +\d+%, \d+:\d\d:\d\d, about \d+:\d\d:\d\d left  \w+", lines, re.MULTILINE), stage
@@ -204,6 +207,8 @@ def test_a_bad_prompt_file_is_one_sentence(text, says, checkpoint, tmp_path) -> 
         ("--lr inf", "--lr=inf: a finite number above 0"),
         ("--kind block --hidden 64", "--hidden 64: a block drafter has the target's width, 32"),
         ("--kind block --mask-token 9999", "MASK is token 9999; give --mask-token"),
+        ("--kind mtp --causal", "--causal True is an option of --kind block, not of mtp"),
+        ("--kind assistant --kv-heads 2", "--kv-heads 2 is an option of --kind eagle3 and block, not of assistant"),
         ("--hidden -32", "Invalid value for '--hidden': .* 1 "),
     ],
 )

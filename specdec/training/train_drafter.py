@@ -35,7 +35,7 @@ from specdec.training.target_answers import (
     read_answers,
     warn_of_repetition,
 )
-from specdec.training.train_settings import TrainSettings
+from specdec.training.train_settings import TrainSettings, require_own_options
 from specdec.training.training_loop import TrainingBatches, train_steps
 
 SHAPES = {"chain of 4": SpecConfig(4, adaptive=False), "tree, topk 4, 16 nodes": SpecConfig(4, 4, 16, adaptive=False)}
@@ -87,6 +87,7 @@ def reported_shapes(settings: TrainSettings) -> dict[str, SpecConfig]:
 def train_drafter(settings: TrainSettings) -> None:
     """Run all stages. Raises SpecDecError for a drafter that cannot be made; after Ctrl-C finished work is kept."""
     require_fields(settings, name_of=lambda name: f"--{name.replace('_', '-')}")
+    require_own_options(settings)
     state = PartialState(cpu=settings.device == "cpu" or not torch.cuda.is_available())
     torch.manual_seed(settings.seed)
     require_free_folder(settings)

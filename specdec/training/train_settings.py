@@ -1,9 +1,10 @@
 """Settings of a training run; each field is an option of `specdec train`. Nothing heavy is imported for it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
+from specdec.errors import ConfigError, shown
 from specdec.settings.declared_fields import (
     ABOVE_ZERO,
     FROM_ONE,
@@ -15,6 +16,17 @@ from specdec.settings.declared_fields import (
 
 DrafterKind = Literal["eagle3", "mtp", "assistant", "block"]
 Dtype = Literal["bfloat16", "float32"]
+
+WITH_HEADS: tuple[DrafterKind, ...] = ("eagle3", "block")
+WITH_WIDTHS: tuple[DrafterKind, ...] = (*WITH_HEADS, "assistant")
+KINDS_OF: dict[str, tuple[DrafterKind, ...]] = {
+    "draft_vocab": ("eagle3",),
+    **dict.fromkeys(("kv_heads", "head_dim"), WITH_HEADS),
+    **dict.fromkeys(("hidden", "intermediate", "layers", "heads"), WITH_WIDTHS),
+    **dict.fromkeys(("causal", "mask_token"), ("block",)),
+    **dict.fromkeys(("finetune", "conventions"), ("mtp",)),
+}
+"""Kinds of drafters that have an option of the shape; the others would ignore it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,3 +75,14 @@ class TrainSettings:
     optimizer: Literal["muon", "adamw"] = optimiser_option("muon")
     lr: float = optimiser_option(1e-3, "Peak rate of AdamW.", number=ABOVE_ZERO)
     muon_lr: float = optimiser_option(1e-2, "Peak rate of Muon.", number=ABOVE_ZERO)
+
+
+def require_own_options(settings: TrainSettings) -> None:
+    """Raise ConfigError for an option of another kind of drafter."""
+    for each in fields(settings):
+        kinds, value = KINDS_OF.get(each.name, (settings.kind,)), getattr(settings, each.name)
+        if settings.kind not in kinds and value != each.default:
+            given = f"--{each.name.replace('_', '-')} {shown(value)}"
+            raise ConfigError(
+                f"{given} is an option of --kind {' and '.join(kinds)}, not of {settings.kind}; leave it out"
+            )
