@@ -120,6 +120,15 @@ def test_a_safetensors_file_that_is_cut_off_is_named_with_the_remedy(left, make_
         Engine.from_pretrained(make_target("llama"), str(tmp_path), config=CONFIG)
 
 
+@pytest.mark.parametrize("text", ['{"eos_token_id": ', "[1, 2]"])
+def test_a_damaged_generation_config_is_named(text, make_target, tmp_path):
+    """transformers passed it over, so that answers did not end."""
+    make_target("llama").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be read .*; download or copy it again"):
+        Engine.from_pretrained(str(tmp_path), config=CONFIG)
+
+
 @pytest.mark.parametrize("ordered", [deep(False), True], ids=["dense", "centroid"])
 def test_an_assistant_is_read_from_a_folder(ordered, make_target, make_assistant, random_prompt, tmp_path):
     target = make_target("gemma4-e2b")

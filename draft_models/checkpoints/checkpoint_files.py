@@ -138,6 +138,15 @@ def damaged_file(folder: Path) -> str | None:
     return None
 
 
+def require_generation_config(folder: Path) -> None:
+    """Raise CheckpointError for a damaged generation_config.json. transformers would pass it over, and with it the
+    tokens that end an answer."""
+    file = folder / "generation_config.json"
+    if file.is_file():
+        with _reading(file):
+            dict(json.loads(file.read_text("utf-8")))
+
+
 def _weight_map(index: Path) -> dict[str, Path]:
     """The file of each tensor according to an index."""
     with _reading(index):

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils.hub import cached_file
 
-from specdec.draft_models.checkpoints.checkpoint_files import damaged_file, read_config_json
+from specdec.draft_models.checkpoints.checkpoint_files import damaged_file, read_config_json, require_generation_config
 from specdec.draft_models.registry import WORDS, building, require_target
 from specdec.errors import CheckpointError, ConfigError, SpecDecError, UnsupportedModelError, about, first_line, shown
 from specdec.models.published import BUNDLED_NAMES, resolve_name
@@ -145,6 +145,8 @@ class Checkpoint:
     def load(self, dtype: torch.dtype, device: torch.device, config: Any = None) -> PreTrainedModel:
         """Load it in the causal-LM class of its config (`hf_config`), with every tensor from the checkpoint."""
         config = self.hf_config() if config is None else config
+        with about(f"{self.name!r} cannot be loaded"):
+            require_generation_config(self.config_file.parent)
         options = {"dtype": dtype, **self.options}
         options.pop("ignore_mismatched_sizes", None)  # mismatched tensors are reported below
         asked = options.get("quantization_config")
