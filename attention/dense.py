@@ -15,7 +15,8 @@ packs run by run (`runs_attention`; `masked_runs` within a capture). Two functio
     attend_together   all rows of a request in one operation
     attend_alone      row by row, so that a row's bits depend on its own path only: on its query and the keys it sees.
                       Its path alone decides the shape, strides and alignment of every tensor that it is computed
-                      with. Kernels do this by another order of sums (`kernels/tree_attention.py`).
+                      with, and a head's bits are the same on a rank that has fewer heads. Kernels do this by another
+                      order of sums (`kernels/tree_attention.py`).
 
 Keys are read from the pools, after the forward has stored its own.
 """
@@ -151,15 +152,24 @@ def attend_alone(keys: VisibleKeys, block_len: torch.Tensor | None = None) -> At
     def attend(
         query: torch.Tensor, pool_k: FieldPool, pool_v: FieldPool, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        out = query.new_zeros((len(query), query.shape[2], query.shape[1], pool_v.shape[2]))
+        dtype, num_heads = torch.promote_types(query.dtype, torch.float32), query.shape[1]
+        out = query.new_zeros((len(query), query.shape[2], num_heads, pool_v.shape[2]))
+        in_group, sinks = num_heads // pool_k.shape[1], options.pop("sinks", None)
+        # a batch's products depend on its size; not so, in one thread, torch's operator without a softcap and sinks
+        alike = sinks is None and options.get("softcap") is None and torch.get_num_threads() == 1
+        at_once = num_heads if alike else 1
         for b, (slots, rows) in enumerate(of_requests):
             keys_values = [read_rows(pool, slots).to(dtype) for pool in (pool_k, pool_v)]  # [L, Hkv, D]
-            for n, columns in enumerate(rows):
-                if columns is not None:
-                    row = query[b, :, n : n + 1].to(dtype, copy=True)[None]
-                    k, v = (x[columns].transpose(0, 1)[None] for x in keys_values)
-                    out[b, n] = dense_attention(row, k, v, **options)[0, 0]
+            for first in range(0, num_heads, at_once):
+                heads = slice(first, first + at_once)
+                groups = slice(first // in_group, -(-heads.stop // in_group))
+                own = [x[:, groups].clone(memory_format=torch.contiguous_format) for x in keys_values]
+                sink = None if sinks is None else sinks[heads]
+                for n, columns in enumerate(rows):
+                    if columns is not None:
+                        row = query[b, heads, n, None].to(dtype, copy=True, memory_format=torch.contiguous_format)
+                        k, v = (x[columns].transpose(0, 1)[None] for x in own)
+                        out[b, n, heads] = dense_attention(row[None], k, v, sinks=sink, **options)[0, 0]
         return out
 
     return attend

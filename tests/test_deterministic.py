@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.backend import choose_backend
-from specdec.attention.dense import dense_attention
+from specdec.attention.dense import VisibleKeys, attend_alone, bias_of, dense_attention
 from specdec.draft_models.lookup import NgramDrafter
 from specdec.errors import ConfigError, SpecDecError, UnsupportedModelError
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE
@@ -311,6 +311,30 @@ def test_without_vectors_they_do():
     """Else the mode would be for nothing. Which function of which width shows it depends on the CPU."""
     cases = product(("silu", "gelu", "rsqrt"), (7, 31, 33, 5003, 9999), (torch.float32, BF16))
     assert not all(places(FUNCTIONS[name], width, dtype) for name, width, dtype in cases)
+
+
+@pytest.mark.parametrize("case", ["plain", "softcap", "sinks"])
+def test_a_head_has_the_same_bits_next_to_fewer_heads(case, threads):
+    """As on a rank, with the K/V heads of its own query heads, or a copy of one."""
+    query, k, v, sinks = torch.randn(1, 8, 3, 128), torch.randn(40, 4, 128), torch.randn(40, 4, 128), torch.randn(8)
+    visible = VisibleKeys(torch.arange(40)[None], torch.arange(40) < torch.tensor([40, 33, 5])[:, None][None])
+
+    def attend(heads: slice, groups: slice) -> torch.Tensor:
+        options = {"sinks": sinks[heads]} if case == "sinks" else {"softcap": 5.0} if case == "softcap" else {}
+        return attend_alone(visible)(query[:, heads], k[:, groups], v[:, groups], scaling=0.1, **options)
+
+    whole = attend(slice(8), slice(4))
+    want = dense_attention(
+        *(query, k.transpose(0, 1)[None], v.transpose(0, 1)[None], bias_of(visible.seen)),
+        scaling=0.1,
+        softcap=5.0 if case == "softcap" else None,
+        sinks=sinks if case == "sinks" else None,
+    )
+    torch.testing.assert_close(whole, want)
+    for width in (1, 2, 4):
+        shares = [slice(first, first + width) for first in range(0, 8, width)]
+        parts = [attend(heads, slice(heads.start // 2, (heads.stop + 1) // 2)) for heads in shares]
+        assert torch.equal(torch.cat(parts, 2), whole), f"{width=}"
 
 
 def test_top_logprobs_do_not_depend_on_how_many_a_neighbour_asks_for():
