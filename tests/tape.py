@@ -5,7 +5,7 @@
 
 Like a captured graph it freezes the decisions of Python code, has fixed addresses, and refuses what a capture cannot
 hold: a value read back to the host, a shape that depends on data, Python numbers uploaded inside. Kernels of Triton's
-interpreter are recorded too.
+interpreter are recorded too, and a replay reads the clock anew, as the kernel of a time stamp does.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from specdec.gpu import stage_clock
 from specdec.gpu.triton_shim import triton
 
 READS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "unique", "equal", "lift_fresh")
@@ -113,7 +114,8 @@ def record(program: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], tor
 
 @contextmanager
 def _kernels_on(tape: Tape) -> Iterator[None]:
-    """Launches of interpreted kernels are recorded too."""
+    """Launches of interpreted kernels are recorded too, and time stamps as a whole: the operator that writes one holds
+    the time of the recording."""
 
     def recorded(launch: Callable[[], None], *arguments: Any) -> None:
         for tensor in tensors_in(arguments):
@@ -122,7 +124,13 @@ def _kernels_on(tape: Tape) -> Iterator[None]:
         launch()
         tape.steps.append(launch)
 
-    with around_launches(recorded):
+    stamp = stage_clock.stamp_by_host
+
+    def stamped(*args: Any) -> None:
+        with _disable_current_modes():
+            recorded(lambda: stamp(*args), args)
+
+    with around_launches(recorded), mock.patch.object(stage_clock, "stamp_by_host", stamped):
         yield
 
 

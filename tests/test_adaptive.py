@@ -578,6 +578,7 @@ def test_a_captured_engine_has_its_table_when_it_is_made(drafter, measured, monk
         outs = engine.generate(prompts(engine), params)
         assert [out.token_ids for out in outs] == plain_tokens(params)
         assert engine.stats().captures.uncaptured_rounds == 0  # no draft is captured later
+        assert all((times.seconds > 0).all() for times in engine.steps.draft_policy.times.values())  # learned since
         engine.table.check()
 
 

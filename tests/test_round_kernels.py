@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from kv_rig import make_allocator
-from tape import around_launches
+from tape import around_launches, record
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
@@ -223,6 +223,17 @@ def test_the_time_stamps_of_a_round_follow_its_rows() -> None:
     assert clock.stop(stamps) is stamps
     numbers = packed.tolist()
     assert numbers[:14] == [*range(14)] and 0 < numbers[14] <= numbers[15] <= numbers[16] and len(numbers) == 17
+
+
+def test_a_replay_on_a_tape_reads_the_clock_anew() -> None:
+    """Regression: replays repeated the time of the capture, so drafts seemed to take less than no time."""
+    clock, out = StageClock(torch.device("cpu")), torch.zeros(2, dtype=torch.int64, device="cpu")
+    replay, stamps = record(lambda: (clock.start("draft"), clock.stop(out))[1])
+    assert out.tolist() == [0, 0]  # a capture runs nothing
+    replay()
+    last = stamps.tolist()
+    replay()
+    assert 0 < last[0] <= last[1] < stamps[0] <= stamps[1]
 
 
 # whole rounds

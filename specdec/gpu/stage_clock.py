@@ -64,10 +64,15 @@ class StageClock:
         self._marked += 1
         if self._on_device:
             _stamp_kernel[(1,)](self._stamps, out, number, MOST=MAX_MARKS, num_warps=1, **self._options)
-            return
-        self._stamps[number].fill_(time.perf_counter_ns())
-        if out is not None:
-            out.copy_(self._stamps[: self._marked])
+        else:
+            stamp_by_host(self._stamps, out, number)
+
+
+def stamp_by_host(stamps: torch.Tensor, out: torch.Tensor | None, number: int) -> None:
+    """`_stamp_kernel` with the host's clock. A CUDA graph would hold the time of its capture."""
+    stamps[number].fill_(time.perf_counter_ns())
+    if out is not None:
+        out.copy_(stamps[: number + 1])
 
 
 def seconds_by_stage(stages: Sequence[str], stamps: IntArray) -> dict[str, float]:

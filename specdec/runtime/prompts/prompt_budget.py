@@ -16,6 +16,7 @@ prompt that passes it waits for at most twice its own tokens, and for prompts sh
 This file knows no request and no page, and reads no clock: if pages are short, a prompt gets less than its share.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import combinations
 from typing import NamedTuple
@@ -172,10 +173,12 @@ class PromptCost:
         result is at least the largest timed forward that fits.
         """
         forward, token, pair = (self._fitted() / UNITS).tolist()
-        tokens = (seconds - forward) / max(token + pair * prefix, 1e-12)
-        tokens = (seconds - forward) / max(token + pair * (prefix + max(0.0, min(tokens, chunk)) / 2), 1e-12)
+        left, each = max(0.0, seconds - forward), token + pair * prefix
+        tokens = 2 * left / max(each + math.sqrt(each**2 + 2 * pair * left), 1e-12)  # each * T + pair * T**2 / 2 = left
+        if tokens > chunk:
+            tokens = left / max(each + pair * chunk / 2, 1e-12)
         timed = (count for count, spent in self._whole.items() if spent + pair * count * prefix <= seconds)
-        return int(min(max(0.0, tokens, max(timed, default=0)), 1e9))
+        return int(min(max(tokens, max(timed, default=0)), 1e9))
 
     def _add(self, load: PromptLoad, seconds: float) -> None:
         row = _counts(load) / seconds  # so that errors are relative
