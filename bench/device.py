@@ -32,6 +32,9 @@ if importlib.util.find_spec("rich") is None:  # it draws progress bars, which no
 import torch  # noqa: E402
 import triton  # noqa: E402
 
+if ON_CPU:
+    import quick_interpreter  # noqa: F401 - else a row's bits depend on its tile and on the CPU
+
 DEVICE = torch.device("cpu" if ON_CPU else "cuda")
 DTYPE = torch.float32 if ON_CPU else torch.bfloat16
 """Dtype of models; the interpreter has no bfloat16."""

@@ -218,7 +218,8 @@ def levels_of_loggers() -> Iterator[None]:
 
 
 @usual_cases(
-    *("README.md", "docs/adding.md", "docs/frozen_kv.md", "docs/logging.md", "docs/quantised.md", "docs/serving.md"),
+    *("README.md", "docs/adding.md", "docs/choosing.md", "docs/frozen_kv.md", "docs/logging.md", "docs/quantised.md"),
+    *("docs/serving.md", "docs/troubleshooting.md"),
 )
 @pytest.mark.usefixtures("levels_of_loggers")
 @pytest.mark.slow

@@ -119,9 +119,9 @@ def _routed(name: str, pair: Any, kind: str, spec: SpecConfig, how: str, prompts
     counted = CountedRouting(decoder.ops)
     with engine_of(pair.target, pair.drafter(kind), spec, cuda_graphs=False, **size) as engine:
         with engine.prompts_only():
-            engine.submit_many(list(prompts), SamplingParams(max_new_tokens=6, ignore_eos=True))
-            while engine.step():
-                pass
+            handles = engine.submit_many(list(prompts), SamplingParams(max_new_tokens=6, ignore_eos=True))
+            while not all(handle.num_output for handle in handles):  # `step` has work left: the rounds
+                engine.step()
         try:
             counted.count_in(decoder)
             while engine.step():

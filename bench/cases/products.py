@@ -25,6 +25,7 @@ from specdec.layers.gemm.linear import (
     gated_linear,
     linear,
     reference_gated_linear,
+    tiles_of,
 )
 from specdec.layers.gemm.product import Tiles, choose_split_k, finish, split_k_of
 from specdec.layers.norm import Norm, norm
@@ -55,7 +56,7 @@ SHAPES: dict[str, tuple[int, int, str | None]] = {  # [N, K], and what gates it
 ODD = ((200, 1152), (2560, 2560), (64, 128))
 AMONG = (1, 2, 5, 8, 16, 17, 32, 33, 40, 64, 65, 100, 128, 160, 192, 256, 500, 513, 1024)
 TILES = (
-    Tiles(128, 64, 64, 8, 4, 128),
+    Tiles(128, 64, 32 if ON_CPU else 64, 8, 4, 128),  # as deep as those of float32, see `_parts_row`
     *(Tiles(128, 128, 64, 8, stages, 128, tail_m=32) for stages in (3, 4)),
     Tiles(64, 128, 64, 4, 3, 64, tail_m=32),
     *(Tiles(128, n, 64, 8, stages, 128) for n in (128, 256) for stages in (3, 4)),
@@ -104,11 +105,12 @@ def _parts_row(name: str, weight: PackedWeight, dtype: torch.dtype) -> Row:
     n, k = weight.shape
     x, split_k = torch.randn(5, k, device=DEVICE).to(dtype), split_k_of(weight)
     parts = torch.empty((split_k.splits, 5, n), dtype=torch.float32, device=DEVICE)
-    tiles = Tiles(64, 16, 32 if ON_CPU else 64, 4, 3, 64)
+    depth = tiles_of(x, weight, split_k).block_k if ON_CPU else 64  # the interpreter adds up each tile by itself
+    tiles = Tiles(64, 16, depth, 4, 3, 64)
     gemm_small(x, dequantised(weight, dtype), None, parts, None, split_k, tiles, split=True)
     ours = linear(x, weight, keep_parts=True).parts
-    same = torch.equal(parts.to(ours.dtype), ours)  # the interpreter multiplies by numpy, whose sums depend on the tile
-    return Row(f"{name}: parts of the 16-bit kernel", "equal" if same else "differ", ok=same or ON_CPU)
+    same = torch.equal(parts.to(ours.dtype), ours)
+    return Row(f"{name}: parts of the 16-bit kernel", "equal" if same else "differ", ok=same)
 
 
 def _company(name: str, weight: Any, dtype: torch.dtype, activation: str | None, most: int) -> Iterator[Row]:
@@ -120,8 +122,7 @@ def _company(name: str, weight: Any, dtype: torch.dtype, activation: str | None,
     error = distance(compute(x, weight, activation), want)
     yield Row(f"{title}: against float64", f"{error:.1e}", ok=error < 5e-3)
     comparisons = company_bits(lambda some: compute(x[some], weight, activation), most, AMONG)
-    row = bits_row(f"{title}: a row among 1 to {most}", comparisons)
-    yield Row(row.name, row.found, ok=row.ok or (ON_CPU and not packed))
+    yield bits_row(f"{title}: a row among 1 to {most}", comparisons)
 
 
 def times_rows(formats: Sequence[str], shapes: Sequence[str], rows: Sequence[int]) -> Iterator[Row]:
@@ -206,4 +207,4 @@ def tiles_rows(shapes: Sequence[str], many: Sequence[int]) -> Iterator[Row]:
             equal &= torch.equal(want[count // 2], alone[0])
             chosen, vendor = microseconds(make(None)[0]), microseconds(partial(F.linear, x, weight))
             note = f"chosen {chosen:.0f} us, vendor {vendor:.0f}; best: {found}"
-            yield Row(f"{name}, {count} rows", "bits equal" if equal else "other bits", note, equal or ON_CPU)
+            yield Row(f"{name}, {count} rows", "bits equal" if equal else "other bits", note, equal)
