@@ -154,7 +154,7 @@ def attend_alone(keys: VisibleKeys, block_len: torch.Tensor | None = None) -> At
     ) -> torch.Tensor:
         dtype, num_heads = torch.promote_types(query.dtype, torch.float32), query.shape[1]
         out = query.new_zeros((len(query), query.shape[2], num_heads, pool_v.shape[2]))
-        in_group, sinks = num_heads // pool_k.shape[1], options.pop("sinks", None)
+        in_group, sinks = num_heads // pool_k.shape[1], options.get("sinks")
         # a batch's products depend on its size; not so, in one thread, torch's operator without a softcap and sinks
         alike = sinks is None and options.get("softcap") is None and torch.get_num_threads() == 1
         at_once = num_heads if alike else 1
@@ -164,12 +164,12 @@ def attend_alone(keys: VisibleKeys, block_len: torch.Tensor | None = None) -> At
                 heads = slice(first, first + at_once)
                 groups = slice(first // in_group, -(-heads.stop // in_group))
                 own = [x[:, groups].clone(memory_format=torch.contiguous_format) for x in keys_values]
-                sink = None if sinks is None else sinks[heads]
+                some: ScoreOptions = {**options, "sinks": None if sinks is None else sinks[heads]}
                 for n, columns in enumerate(rows):
                     if columns is not None:
                         row = query[b, heads, n, None].to(dtype, copy=True, memory_format=torch.contiguous_format)
                         k, v = (x[columns].transpose(0, 1)[None] for x in own)
-                        out[b, n, heads] = dense_attention(row[None], k, v, sinks=sink, **options)[0, 0]
+                        out[b, n, heads] = dense_attention(row[None], k, v, **some)[0, 0]
         return out
 
     return attend

@@ -168,8 +168,7 @@ def choose_packed_tiles(num_rows: int, weight: PackedWeight, split_k: SplitK, dt
         elif not in_parts:
             stages = 4
         fits_next = few_rows and at_once and not in_parts and not fixed and is_fast(weight, dtype)
-        registers = FOR_NEXT if fits_next else REGISTERS
-        return Tiles(64, block_m, fixed or 128, 4, stages, 64, registers=registers)
+        return Tiles(64, block_m, fixed or 128, 4, stages, 64, registers=FOR_NEXT if fits_next else REGISTERS)
     small_groups = weight.code == "int4" and weight.group <= 32
     if len(weight) >= SPLIT_HEIGHT and small_groups and in_parts and split_k.split_len <= SHORT_RANGE:
         return Tiles(64, block_m, 128, 4, stages, 64, registers=REGISTERS)
