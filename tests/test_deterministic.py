@@ -315,7 +315,7 @@ def test_without_vectors_they_do():
 
 @pytest.mark.parametrize("case", ["plain", "softcap", "sinks"])
 def test_a_head_has_the_same_bits_next_to_fewer_heads(case, threads):
-    """As on a rank, with the K/V heads of its own query heads, or a copy of one."""
+    """A rank has the K/V heads of its own query heads, or a copy of one."""
     query, k, v, sinks = torch.randn(1, 8, 3, 128), torch.randn(40, 4, 128), torch.randn(40, 4, 128), torch.randn(8)
     visible = VisibleKeys(torch.arange(40)[None], torch.arange(40) < torch.tensor([40, 33, 5])[:, None][None])
 

@@ -47,7 +47,7 @@ SLOWER = {
     ("e4m3-row 4096 4096", 64): 1.06,
     ("e4m3-row 28672 4096", 640): 1.05,
 }
-"""By how much the chosen launch is slower than the fastest, of 162 weights and numbers of rows, if by more than 4 %."""
+"""Bounds on the chosen launch of four weights and numbers of rows, of 162, where it is more than 4 % slower."""
 
 
 def empty_weight(form: str, n: int, k: int) -> PackedWeight:

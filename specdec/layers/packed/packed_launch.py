@@ -135,7 +135,7 @@ FOR_THREE = 168
 """Register limit per thread with which three programs run on a multiprocessor."""
 
 FOR_THREE_IN_LONG_GROUPS = 144
-"""The same for int4 in groups of more than 32 columns, which need fewer."""
+"""Register limit per thread for int4 in groups of more than 32 columns, where it is fastest."""
 
 FOR_NEXT = 72
 """Register limit per thread that leaves room for programs of the next kernel while the last of these run."""
