@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from specdec.gpu import triton_shim
 from specdec.gpu.operations import FAST
+from specdec.gpu.triton_shim import LATE
+from specdec.layers import norm as norm_module
 from specdec.layers.gemm import gemm_medium, gemm_small
 from specdec.layers.gemm import linear as linear_module
 from specdec.layers.gemm.gemm_medium import choose_medium_tiles
@@ -246,6 +249,22 @@ def test_norm_of_a_sum_that_is_done_copies_nothing():
 
 def gain(width: int, dtype: torch.dtype = torch.float32, round_first: bool = False) -> Norm:
     return Norm(randn(width, dtype=dtype), float(torch.rand(()) * 0.1), round_first)  # eps that are seen
+
+
+def test_when_a_norm_lets_the_next_kernel_start(monkeypatch: pytest.MonkeyPatch):
+    """Late, after its own wait, if it has many rows; with few rows only if asked to."""
+    chosen: list[Any] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            return lambda *args, **options: chosen.append(options["PDL"])
+
+    monkeypatch.setattr(norm_module, "_norm_kernel", Kernel())
+    monkeypatch.setattr(norm_module, "_row_options", norm_module._row_options.__wrapped__)
+    monkeypatch.setattr(triton_shim, "has_pdl", lambda device: True)
+    for num_rows, late in ((1, False), (32, False), (33, False), (1, True)):
+        norm(Product.from_value(randn(num_rows, 8)), pre=Norm(randn(8), 1e-6), late=late)
+    assert chosen == [True, True, LATE.value, LATE.value]
 
 
 def test_branches_by_eye():

@@ -13,6 +13,7 @@ from packed_weights import CODES, random_weight
 
 from specdec.gpu.operations import FAST
 from specdec.layers import per_layer_embedding
+from specdec.layers.description.decoder_parts import LayerParts
 from specdec.layers.gemm import linear as linear_module
 from specdec.layers.gemm.linear import (
     Mlp,
@@ -42,12 +43,12 @@ TIMES = tomllib.loads((Path(__file__).parent / "data" / "packed_times.toml").rea
 GATED = (20480, 28672)
 """N of the weights in `TIMES` whose products are gated."""
 SLOWER = {
-    ("int4-g32 2560 2048", 256): 1.09,
-    ("e4m3-row 2048 2560", 160): 1.08,
-    ("e4m3-row 4096 4096", 64): 1.06,
-    ("e4m3-row 28672 4096", 640): 1.05,
+    ("e4m3-row 2560 10240", "256-layer"): 1.06,
+    ("e4m3-row 3072 2560", "192"): 1.05,
+    ("e4m3-row 2048 2560", "96"): 1.10,
+    ("e4m3-row 2048 2560", "160"): 1.08,
 }
-"""Bounds on the chosen launch of four weights and numbers of rows, of 162, where it is more than 4 % slower."""
+"""Bounds where the chosen launch is slower than the test allows: 4 of 162."""
 
 
 def empty_weight(form: str, n: int, k: int) -> PackedWeight:
@@ -166,19 +167,21 @@ def test_short_tiles_cover_the_rows_that_tall_tiles_leave(num_rows: int, program
 
 @pytest.mark.parametrize("weight", TIMES)
 def test_no_launch_that_was_timed_is_much_faster(weight: str, hopper: None):
-    """The chosen launch takes at most 4 % longer than the fastest; `SLOWER` are known."""
+    """With the chosen launch a layer takes at most 2 % longer than with the fastest one, and a product that was timed
+    alone 4 %; `SLOWER` are known."""
     form, n, k = weight.split()
-    for num_rows, line in TIMES[weight].items():
+    for key, line in TIMES[weight].items():
         names, microseconds = line.split()[::2], map(float, line.split()[1::2])
         times = dict(zip(names, microseconds, strict=True))
-        launch = choose_packed_rows(int(num_rows), empty_weight(form, int(n), int(k)), DEVICE, gated=int(n) in GATED)
+        num_rows = int(key.removesuffix("-layer"))
+        launch = choose_packed_rows(num_rows, empty_weight(form, int(n), int(k)), DEVICE, gated=int(n) in GATED)
         assert launch is not None
         tiles, short = launch.tiles, launch.short_tiles
         name = f"{tiles.block_n}x{tiles.block_m}" + f"+{tiles.tail_m}" * (tiles.tail_m > 0)
         name += f"x{tiles.block_k}s{tiles.num_stages}" + (f"+{launch.num_tall}:{short.block_m}" if short else "")
         name += f"/{launch.parts}" * (launch.parts > 1)
-        most = SLOWER.get((weight, int(num_rows)), 1.04)
-        assert times.get(name, inf) <= most * min(times.values()), f"{num_rows=} {name=}"
+        most = SLOWER.get((weight, key), 1.02 if key.endswith("-layer") else 1.04)
+        assert times.get(name, inf) <= most * min(times.values()), f"{key=} {name=}"
 
 
 @pytest.mark.parametrize(
@@ -283,6 +286,12 @@ def test_which_kernel_multiplies_many_rows_over_packed_weights(
         assert len(launched) == count, f"{dtype=} {num_rows=}"
 
 
+def test_norms_between_8_bit_weights_trigger_late_for_few_rows_too():
+    for form, late in (("e4m3-row", True), ("int4", False)):
+        parts: Any = SimpleNamespace(qkv=empty_weight(form, 64, 128))
+        assert LayerParts.norms_late.fget(parts) == late  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("form", CODES)
 def test_dequantised_on_the_device(form: str):
     for dtype in DTYPES:
@@ -291,17 +300,17 @@ def test_dequantised_on_the_device(form: str):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("num_rows", "want"), [(56, []), (57, [64]), (129, [128])])
-def test_gated_projection_of_some_rows_over_an_fp8_weight(
-    num_rows: int, want: list[int], watched: Callable[..., list[Any]]
-):
-    """In tiles for a short K, which a launch before has gated."""
-    heights = watched(per_layer_embedding, "packed_gemm", lambda given: given[4].tiles.block_m)
-    weight, inputs = random_weight("e4m3-row", 70, 128), torch.randn(num_rows, 128, device=DEVICE).half()
-    product = Product(torch.randn(2, num_rows, 128, device=DEVICE), None, torch.float16)
-    got = finish(gated_projection(product, inputs, weight, "gelu_tanh"))
-    close(got, reference_finish(reference_gated_projection(product, inputs, weight, "gelu_tanh")))
-    assert heights == want
+@pytest.mark.parametrize("form", ["e4m3-row", "e4m3-block", "int4"])
+def test_gated_projection_over_a_packed_weight(form: str, watched: Callable[..., list[Any]]):
+    """Up to 256 rows, programs hold rows of the weight; not of a weight with several scales for a sum."""
+    heights = watched(per_layer_embedding, "gemm_small", lambda given: given[6].block_m)
+    weight = random_weight(form, 70, 256)
+    for num_rows in (16, 17, 256, 257):
+        inputs = torch.randn(num_rows, 256, device=DEVICE).half()
+        product = Product(torch.randn(2, num_rows, 256, device=DEVICE), None, torch.float16)
+        got = finish(gated_projection(product, inputs, weight, "gelu_tanh"))
+        close(got, reference_finish(reference_gated_projection(product, inputs, weight, "gelu_tanh")))
+    assert heights == ([] if form == "e4m3-block" else [16, 32, 32])
 
 
 @pytest.mark.parametrize("form", ["int4", "int4-zeros", "e2m1"])

@@ -33,6 +33,7 @@ from specdec.attention.kernels.tree_attention import (
     choose_rows,
     count_splits,
     fit_rows,
+    merges_late,
     tree_attention,
 )
 
@@ -392,3 +393,7 @@ def test_row_tiles_shrink_until_they_fit_the_shared_memory_and_the_cut_does_not(
     assert fit_rows(tiles, cut, 512, 2, hopper) == tiles  # (32 + 2 * 32 * 3) KiB
     assert fit_rows(tiles, cut, 512, 2, ampere) == RowTiles(32, 8, 3)  # two tiles of K and V instead of three
     assert fit_rows(tiles, cut, 512, 2, ada) == RowTiles(16, 8, 3)  # no smaller ones: Triton will say what is missing
+
+
+def test_when_a_merge_lets_the_next_product_start():
+    assert [merges_late(*case) for case in ((32, 8), (33, 8), (128, 8), (64, 32))] == [False, True, True, False]

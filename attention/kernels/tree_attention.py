@@ -38,6 +38,9 @@ PART_BYTES = 1 << 30
 """Bytes of partial results above which each program folds its own splits, as it does if programs of many rows fill the
 device; a merge kernel folds them otherwise."""
 
+FEW_QUERIES, LATE_MERGES = 32, 1024
+"""Bounds of `merges_late`."""
+
 MANY_HEADS = 8
 """From this number of K/V heads on, splits with 256 channels are twice as long."""
 
@@ -125,7 +128,6 @@ def tree_attention(
         "SPLIT_LEN": cut.split_len,
         "GROWS": grows,
         "FOLD": fold,
-        **pdl_options(query.device),
     }
     (numbers_k, scales_k), (numbers_v, scales_v) = map(numbers_and_scales, (pool_k, pool_v))
     attend_kernel[(row_tiles, batch * kv_heads, split_programs)](
@@ -145,6 +147,7 @@ def tree_attention(
         num_stages=tiles.num_stages,
         **({"maxnreg": tiles.max_registers} if tiles.max_registers and query.device.type == "cuda" else {}),
         **shared_options,
+        **pdl_options(query.device),
     )
     merge_kernel[(batch * num_rows * num_heads,)](
         *(part, part_max, part_sum, start, committed_len, positions, block_len, sinks, out),
@@ -152,8 +155,14 @@ def tree_attention(
         UNROLL=min(parts, 8),
         num_warps=max(1, block_v // 128),
         **shared_options,
+        **pdl_options(query.device, late=merges_late(batch * num_rows, num_heads)),
     )
     return out
+
+
+def merges_late(queries: int, heads: int) -> bool:
+    """Does the merge trigger late (`triton_shim.py`)? Of more programs, the last ones start late anyway."""
+    return queries > FEW_QUERIES and queries * heads <= LATE_MERGES
 
 
 def choose_key_split(block_d: int, item_size: int, kv_heads: int) -> KeySplit:

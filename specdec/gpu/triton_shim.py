@@ -20,6 +20,10 @@ Two kernels may agree to overlap across the kernels between them:
     holds    starts the next launch after its own wait, so that one may read all that was written before this launch
     early    in a later launch, programs that read nothing newer; they wait last, and no kernel between the two
              uses the memory that they write
+
+A short kernel between two products of many rows triggers `late`, after its own wait. Otherwise the second product's
+programs would start while the first one's last programs run, most of them on the few multiprocessors that are free by
+then (docs/results/2026-11-29-h200.md).
 """
 
 from functools import cache
@@ -54,6 +58,10 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 KEEP = tl.constexpr("evict_last")
 """Cache hint for activations: keep them in the L2 cache, while weights and K/V, which are read once, stream through
 it."""
+
+
+LATE = tl.constexpr(2)
+"""PDL of a kernel that triggers late: see above."""
 
 
 @cache
@@ -94,7 +102,7 @@ TL_DTYPES: dict[torch.dtype, Any] = {torch.float32: tl.float32, torch.float16: t
 @triton.jit
 def trigger_next(PDL: tl.constexpr) -> None:
     """Let the next kernel start."""
-    if PDL:
+    if PDL and PDL != LATE:
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -103,14 +111,18 @@ def wait_for_previous(PDL: tl.constexpr) -> None:
     """Wait; before this, nothing that an earlier kernel wrote may be read, and nothing may be written."""
     if PDL:
         tl.extra.cuda.gdc_wait()
+    if PDL == LATE:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
-def pdl_options(device: torch.device, *, behind_library: bool = False) -> dict[str, Any]:
+def pdl_options(device: torch.device, *, behind_library: bool = False, late: bool = False) -> dict[str, Any]:
     """The launch options of every kernel.
 
-    behind_library: the kernel before never triggers early; a plain launch is then faster.
+    behind_library: the kernel before never triggers early; a plain launch is then faster. late: see above.
     """
-    return {"PDL": True, "launch_pdl": not behind_library} if has_pdl(device) else {"PDL": False}
+    if not has_pdl(device):
+        return {"PDL": False}
+    return {"PDL": LATE.value if late else True, "launch_pdl": not behind_library}
 
 
 @cache

@@ -146,7 +146,7 @@ class FusedLayer(nn.Module):
         gate = ops(linear)(hidden, parts.ple.gate)
         layer_input = layer_inputs[:, self.index]
         added = ops(gated_projection)(gate, layer_input, parts.ple.projection, parts.ple.activation)
-        return ops(norm)(added, post=parts.ple.norm, residual=hidden, **end)
+        return ops(norm)(added, post=parts.ple.norm, residual=hidden, late=parts.norms_late, **end)
 
     def _attend(self, qkv: RotatedQKV, product: Product, normed: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """Attention of some rows -> [R, Hq D], gated by their product or their normed states if the model does so."""
@@ -197,9 +197,8 @@ class FusedLayer(nn.Module):
         parts, moe, ops = self.parts, self.parts.moe, self.ops
         if moe is not None and moe.input_norm is not None:
             return (yield from self._branches(moe, out, hidden, **end))
-        hidden, normed = ops(norm)(
-            out, post=parts.attention_norm, residual=hidden, factor=parts.factor, pre=parts.mlp_input_norm
-        )
+        both: dict[str, Any] = {"factor": parts.factor, "late": parts.norms_late}
+        hidden, normed = ops(norm)(out, post=parts.attention_norm, residual=hidden, pre=parts.mlp_input_norm, **both)
         if parts.parallel:
             normed = x
         if moe is not None and parts.mlp is not None:
@@ -213,7 +212,7 @@ class FusedLayer(nn.Module):
             assert parts.mlp is not None
             gated = ops(gated_linear)(normed, parts.mlp.gate_up, parts.mlp.activation, parts.mlp.limit)
             added = yield from self._last_sum(gated, parts.mlp.down, None, parts.split_ks and parts.split_ks.down)
-        return ops(norm)(added, post=parts.mlp_norm, residual=hidden, factor=parts.factor, **end)
+        return ops(norm)(added, post=parts.mlp_norm, residual=hidden, **both, **end)
 
     def _chosen(self, x: torch.Tensor, router_x: torch.Tensor, moe: MoeParts) -> Generator[RankShare, Product, Product]:
         routing = self.ops(route)(router_x, moe.router)

@@ -23,7 +23,7 @@ import torch
 
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, TL_DTYPES, pdl_options, tl, trigger_next, triton, wait_for_previous
-from specdec.layers.gemm.product import Product, reference_finish, sum_parts
+from specdec.layers.gemm.product import MAX_SMALL_ROWS, Product, reference_finish, sum_parts
 
 NUMBERS_A_WARP = 256
 
@@ -69,8 +69,9 @@ def reference_norm(
     scale: torch.Tensor | None = None,
     pre: Norm | None = None,
     addend: Product | None = None,
+    late: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> h, x [M, H]; without `pre`, x is h. residual: [M, H]; scale: [1]."""
+    """-> h, x [M, H]; without `pre`, x is h. residual: [M, H]; scale: [1]. late: only the kernel reads it."""
     hidden = reference_finish(product)
     if addend is not None:
         hidden = hidden + reference_finish(addend)
@@ -227,18 +228,19 @@ def _qk_norm_kernel(
     tl.store(p_out + o_part, b_y.to(DTYPE), mask=m_w, eviction_policy=KEEP)
 
 
-def row_options(product: Product, width: int, num_warps: int | None = None) -> dict[str, Any]:
-    """Launch options of programs that finish a product and hold `width` of its columns."""
-    return _row_options(product.dtype, len(product.parts), width, num_warps, product.parts.device)
+def row_options(product: Product, width: int, num_warps: int | None = None, *, late: bool = False) -> dict[str, Any]:
+    """Launch options of programs that finish a product and hold `width` of its columns. late: see `triton_shim.py`."""
+    return _row_options(product.dtype, len(product.parts), width, num_warps, late, product.parts.device)
 
 
 @cache
 def _row_options(
-    dtype: torch.dtype, splits: int, width: int, num_warps: int | None, device: torch.device
+    dtype: torch.dtype, splits: int, width: int, num_warps: int | None, late: bool, device: torch.device
 ) -> dict[str, Any]:
     block = triton.next_power_of_2(width)
     warps = num_warps or min(16, max(1, block // NUMBERS_A_WARP))
-    return {"DTYPE": TL_DTYPES[dtype], "SPLITS": splits, "BLOCK": block, "num_warps": warps, **pdl_options(device)}
+    pdl = pdl_options(device, late=late)
+    return {"DTYPE": TL_DTYPES[dtype], "SPLITS": splits, "BLOCK": block, "num_warps": warps, **pdl}
 
 
 @op(reference=reference_norm)
@@ -251,9 +253,10 @@ def norm(
     scale: torch.Tensor | None = None,
     pre: Norm | None = None,
     addend: Product | None = None,
+    late: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> h, x [M, H]; without `pre`, x is h. residual: [M, H], rows of any stride; factor: f; scale: c [1]; addend: y',
-    without a bias.
+    without a bias; late: the kernel triggers late (`triton_shim.py`) for few rows too.
 
     If there is no operation before `pre`, h is the product's value.
     """
@@ -290,7 +293,7 @@ def norm(
         FACTOR=factor,
         ADDEND=0 if addend is None else len(addend.parts),
         enable_fp_fusion=False,  # fusion would round a product and a sum only once
-        **row_options(product, width),
+        **row_options(product, width, late=late or num_rows > MAX_SMALL_ROWS),
     )
     return hidden, normed
 

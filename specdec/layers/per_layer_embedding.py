@@ -8,9 +8,10 @@ T is the second embedding table and t its scale. In layer l, before its last nor
 
     y = W_proj (act(W_gate h) e_l)
 
-Both products are narrow: latency bounds them, not memory. For few rows, the second product applies the activation and
-e_l as it loads (K is only P), and has its weight in registers before it waits. For many rows each of its programs would
-repeat the activation, so that is a separate launch. Everything is rounded where transformers rounds it.
+Both products are narrow: latency bounds them, not memory. The activation has a launch of its own, since each program of
+the second product would repeat it and add the parts of the first one again. The second product's programs then have
+their part of the weight in registers (K is only P) before they wait. Everything is rounded where transformers rounds
+it.
 """
 
 import math
@@ -20,8 +21,8 @@ import torch
 import torch.nn.functional as F
 
 from specdec.gpu.operations import Operations, op
-from specdec.gpu.triton_shim import KEEP, pdl_options, tl, trigger_next, triton, wait_for_previous
-from specdec.layers.gemm.gemm_medium import can_describe, gemm_medium
+from specdec.gpu.triton_shim import INTERPRETED, KEEP, pdl_options, tl, trigger_next, triton, wait_for_previous
+from specdec.layers.gemm.gemm_small import gemm_small
 from specdec.layers.gemm.linear import linear
 from specdec.layers.gemm.product import (
     MAX_MEDIUM_ROWS,
@@ -35,35 +36,12 @@ from specdec.layers.gemm.product import (
     sum_parts,
 )
 from specdec.layers.norm import Norm, reference_rms_norm, rms_norm
-from specdec.layers.packed.packed_gemm import packed_gemm
-from specdec.layers.packed.packed_launch import PackedLaunch, takes_packed_rows
-from specdec.layers.packed.packed_tile import (
-    load_tile,
-    multiply_tile,
-    row_pointers,
-    scale_pointers,
-    scale_sum,
-    tile_columns,
-    weight_constants,
-    weight_pointers,
-    zero_pointers,
-)
-from specdec.layers.packed.packed_weight import Weight, multiply
+from specdec.layers.packed.packed_tile import tile_columns
+from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
+from specdec.layers.packed.unpack_asm import is_fast
 
-FEW_ROWS = 64
-"""Rows up to which the activation goes into the loads of the second product."""
-
-FEW_FP8_ROWS = 56
-"""FEW_ROWS for FP8 weights. For 64 rows there would be more programs than multiprocessors."""
-
-SOME_ROWS_TILES = Tiles(64, 32, 64, 4, 4, 64)
-"""Tiles above FEW_ROWS. They give more programs than `choose_small_tiles`, which assumes long weights."""
-
-ANY_ORDER_TILES = {192: Tiles(32, 64, 128, 4, 2, 32), MAX_MEDIUM_ROWS: Tiles(64, 128, 64, 8, 4, 64)}
-"""Tiles by the largest number of rows that uses them, if bits may depend on that number."""
-
-FP8_TILES = {128: Tiles(64, 64, 128, 4, 3, 64), MAX_MEDIUM_ROWS: Tiles(64, 128, 64, 4, 3, 64)}
-"""Tiles over an FP8 weight above FEW_FP8_ROWS: K is too short for four of them on their way."""
+MAX_HELD_WIDTH = 256
+"""Up to this width P, the second product's programs hold whole rows of the weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,64 +115,6 @@ def _layer_inputs_kernel(
     tl.store(p_out + o_part, (b_x * 0.7071067811865476).to(DTYPE), mask=m_p, eviction_policy=KEEP)
 
 
-@triton.jit
-def _gated(b_gate: tl.tensor, b_in: tl.tensor, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
-    """act(gate) e_l, rounded twice, with the same bits in every kernel."""
-    return (activate(b_gate, ACTIVATION).to(DTYPE).to(tl.float32) * b_in).to(DTYPE)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _gated_projection_kernel(
-    p_parts: tl.tensor,  # [S, T, P]
-    p_inputs: tl.tensor,  # [T, P]
-    p_w: tl.tensor,  # [H, P], and scales and zeros: a weight by `weight_pointers`
-    p_scales: tl.tensor,
-    p_zeros: tl.tensor,
-    p_out: tl.tensor,  # [T, H]
-    num_rows: tl.tensor,
-    H: tl.tensor,
-    P: tl.tensor,
-    s_inputs: tl.tensor,
-    s_w: tl.tensor,
-    s_scales: tl.tensor,
-    CODE: tl.constexpr,
-    GROUP: tl.constexpr,
-    FAST: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    trigger_next(PDL)
-    i_m, i_n = tl.program_id(0), tl.program_id(1)
-    o_k = tl.arange(0, BLOCK_K)
-    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_k = o_k < P
-    m_n = (o_n < H)[:, None]
-    DTYPE: tl.constexpr = p_out.dtype.element_ty
-    p_scale = scale_pointers(p_scales, o_n, CODE)
-    i_k = tl.full([], 0, tl.int32)
-    b_w = load_tile(
-        *(row_pointers(p_w, o_n, s_w, CODE), p_scale, zero_pointers(p_zeros, o_n, CODE), s_scales, i_k, P, m_n, m_n),
-        *(False, CODE, GROUP, FAST, BLOCK_K, DTYPE),
-    )
-    wait_for_previous(PDL)
-    o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    o_row = o_m.to(tl.int64)[None, :]
-    mask = (o_m < num_rows)[None, :] & m_k[:, None]
-    b_in = tl.load(p_inputs + o_row * s_inputs + o_k[:, None], mask=mask, other=0.0).to(tl.float32)  # [BK, BM]
-    part_len = num_rows.to(tl.int64) * P
-    b_gate = sum_parts(p_parts, None, o_row * P + o_k[:, None], o_k, mask, part_len, SPLITS, DTYPE)
-    b_x = _gated(b_gate, b_in, ACTIVATION, DTYPE)
-    b_y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    b_y = multiply_tile(b_w, b_x, b_y, p_scale, s_scales, i_k, m_n, CODE, GROUP)
-    b_y = scale_sum(b_y, p_scale, m_n, CODE, GROUP, FAST, DTYPE)
-    m_out = (o_m < num_rows)[None, :] & m_n
-    tl.store(p_out + o_row * H + o_n[:, None], b_y.to(DTYPE), mask=m_out, eviction_policy=KEEP)
-
-
 @triton.jit(do_not_specialize=["part_len"])
 def _gate_inputs_kernel(
     p_parts: tl.tensor,  # [S, T, P]
@@ -216,7 +136,8 @@ def _gate_inputs_kernel(
     b_in = tl.load(p_inputs + i_t * s_inputs + o_p, mask=m_p, other=0.0).to(tl.float32)
     DTYPE: tl.constexpr = p_out.dtype.element_ty
     b_gate = sum_parts(p_parts, None, i_t * P + o_p, o_p, m_p, part_len, SPLITS, DTYPE)
-    tl.store(p_out + i_t * P + o_p, _gated(b_gate, b_in, ACTIVATION, DTYPE), mask=m_p, eviction_policy=KEEP)
+    b_out = activate(b_gate, ACTIVATION).to(DTYPE).to(tl.float32) * b_in
+    tl.store(p_out + i_t * P + o_p, b_out.to(DTYPE), mask=m_p, eviction_policy=KEEP)
 
 
 @op(reference=reference_layer_inputs)
@@ -243,23 +164,15 @@ def layer_inputs(context: Product, tokens: torch.Tensor, parts: EmbeddingParts) 
     return out
 
 
-@op(reference=reference_gated_projection, has_orders=True)
-def gated_projection(
-    gate: Product, inputs: torch.Tensor, weight: Weight, activation: str, *, in_order: bool = True
-) -> Product:
+@op(reference=reference_gated_projection)
+def gated_projection(gate: Product, inputs: torch.Tensor, weight: Weight, activation: str) -> Product:
     """W_proj (act(gate) e_l). gate: W_gate h [T, P]; inputs: e_l [T, P], rows of any stride; weight: W_proj [H, P]."""
     splits, num_rows, width = gate.parts.shape
-    height = len(weight)
     assert gate.bias is None and gate.parts.is_contiguous(), f"{gate.parts.stride()=}"
     assert inputs.shape == (num_rows, width) and inputs.stride(1) == 1, f"{inputs.shape=} {gate.parts.shape=}"
-    assert weight.shape == (height, width) and inputs.dtype == gate.dtype, f"{weight.shape=} {inputs.dtype=}"
-    if plain := isinstance(weight, torch.Tensor):
-        assert weight.is_contiguous() and weight.dtype == gate.dtype, f"{weight.dtype=} {gate.dtype=}"
-    blocks = tile_columns(weight) > 0  # several scales per row, applied to sums
-    fp8 = weight if takes_packed_rows(weight, inputs) and weight.has_row_scales else None
-    many = num_rows > (FEW_ROWS if fp8 is None else FEW_FP8_ROWS)
-    if blocks or (many and split_k_of(weight).splits == 1):  # the sum is in one piece there too
-        gated = torch.empty((num_rows, width), dtype=inputs.dtype, device=inputs.device)
+    assert weight.shape[1] == width and inputs.dtype == gate.dtype, f"{weight.shape=} {inputs.dtype=}"
+    gated = torch.empty((num_rows, width), dtype=inputs.dtype, device=inputs.device)
+    if num_rows:
         _gate_inputs_kernel[(num_rows,)](
             *(gate.parts, inputs, gated, gated.numel(), width, inputs.stride(0)),
             ACTIVATION=activation,
@@ -268,30 +181,19 @@ def gated_projection(
             num_warps=1,
             **pdl_options(gated.device),
         )
-        if not in_order and num_rows <= MAX_MEDIUM_ROWS and can_describe(weight, gated):
-            some = next(tiles for most, tiles in ANY_ORDER_TILES.items() if num_rows <= most)
-            return gemm_medium(gated, weight, None, None, some)
-        if fp8 is not None and num_rows <= MAX_MEDIUM_ROWS:
-            tiles = next(tiles for most, tiles in FP8_TILES.items() if num_rows <= most)
-            return packed_gemm(gated, fp8, None, None, PackedLaunch(tiles, SplitK(1, width)))
-        few = FEW_ROWS < num_rows <= MAX_MEDIUM_ROWS and gate.dtype != torch.float32 and plain
-        return linear(gated, weight, tiles=SOME_ROWS_TILES if few else None)
-    out = torch.empty((num_rows, height), dtype=inputs.dtype, device=inputs.device)
-    if num_rows:
-        words, scales, zeros, s_w, s_scales = weight_pointers(weight)
-        block_m, block_n = 16, 64  # every program repeats the activation: use few rows each
-        _gated_projection_kernel[(triton.cdiv(num_rows, block_m), triton.cdiv(height, block_n))](
-            *(gate.parts, inputs, words, scales, zeros, out, num_rows, height, width, inputs.stride(0), s_w, s_scales),
-            **weight_constants(weight, inputs.dtype),
-            ACTIVATION=activation,
-            SPLITS=splits,
-            BLOCK_N=block_n,
-            BLOCK_M=block_m,
-            BLOCK_K=max(16, triton.next_power_of_2(width)),
-            num_warps=8,
-            **pdl_options(out.device),
-        )
-    return Product.from_value(out)
+    if num_rows > MAX_MEDIUM_ROWS or width > MAX_HELD_WIDTH or not _is_held(weight, gated.dtype):
+        return linear(gated, weight)
+    out = torch.empty((1, num_rows, len(weight)), dtype=gated.dtype, device=gated.device)
+    tiles = Tiles(64, 16 if num_rows <= 16 else 32, max(16, triton.next_power_of_2(width)), 4, 1, 64)
+    gemm_small(gated, weight, None, out, None, SplitK(1, tiles.block_k), tiles, split=True)
+    return Product(out, None, out.dtype)
+
+
+def _is_held(weight: Weight, dtype: torch.dtype) -> bool:
+    """Can a program hold rows of the weight, with the bits of `linear`, which then has one range of K too?"""
+    if dtype == torch.float32 or split_k_of(weight).splits > 1 or tile_columns(weight):
+        return False
+    return not isinstance(weight, PackedWeight) or INTERPRETED or is_fast(weight, dtype)
 
 
 def per_layer_inputs(
