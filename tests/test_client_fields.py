@@ -71,6 +71,23 @@ def test_values_that_change_nothing_are_taken(url, usual_choices, fields):
     assert answer.json()["choices"] == usual_choices
 
 
+def test_an_empty_suffix_is_none(url):
+    assert complete(url, suffix="").json()["choices"] == complete(url).json()["choices"]
+    assert complete(url, suffix="It is 8.").status_code == 400
+
+
+def test_negative_seeds_are_seeds_except_minus_one(url):
+    """-1 is a random seed, as in llama.cpp and vLLM; OpenAI's interface allows all of 64 bits."""
+
+    def answer(seed):
+        return complete(url, seed=seed, temperature=2.0, max_tokens=24, n=2, ignore_eos=True).json()["choices"]
+
+    assert answer(-7) == answer(-7) != answer(-8)
+    assert answer(-1) != answer(-1)
+    assert answer(-(1 << 63)) == answer(-(1 << 63))
+    assert complete(url, seed=-(1 << 63) - 1).status_code == 400
+
+
 def test_a_prompt_is_cut_to_its_last_tokens(url, engine):
     ids = engine.encode(QUESTION)
     cut = complete(url, truncate_prompt_tokens=7, return_token_ids=True, echo=True).json()["choices"][0]

@@ -38,7 +38,7 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "max_output_tokens": {"minimum": 1, "maximum": 1 << 30},
     **{name: _span(number) for name, number in NUMBERS.items()},
     "top_k": {"minimum": -1, "maximum": NUMBERS["top_k"].high},
-    "seed": {"minimum": 0, "maximum": (1 << 63) - 1},
+    "seed": {"minimum": -(1 << 63), "maximum": (1 << 63) - 1},
     "n": {"minimum": 1, "maximum": 1 << 16},
     "best_of": {"minimum": 1, "maximum": 1 << 16},
     "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}, {"type": "null"}]},

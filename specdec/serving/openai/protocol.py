@@ -324,7 +324,7 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
-    suffix: None = None
+    suffix: Literal[""] | None = None  # other texts would need a model that fills gaps
     add_special_tokens: OnlyTrue | None = None
 
 

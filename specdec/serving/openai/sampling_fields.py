@@ -36,6 +36,8 @@ def sampling_params(
     given |= {name: value for name in SAME if (value := getattr(body, name)) is not None}
     if given.get("top_k") == -1:  # like 0: all tokens
         given["top_k"] = 0
+    if (seed := given.get("seed")) is not None and -(1 << 63) <= seed < 0:  # -1, of llama.cpp and vLLM: a random one
+        given["seed"] = None if seed == -1 else seed & ((1 << 62) - 1)
     if body.logit_bias:
         given["logit_bias"] = {_token_id(token): bias for token, bias in body.logit_bias.items()}
     if logprobs is not None:
