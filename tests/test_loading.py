@@ -120,6 +120,19 @@ def test_a_safetensors_file_that_is_cut_off_is_named_with_the_remedy(left, make_
         Engine.from_pretrained(make_target("llama"), str(tmp_path), config=CONFIG)
 
 
+def test_return_dict_false_changes_nothing(make_target, make_assistant, tmp_path):
+    """With it modules return tuples, of which nothing is named; the model was refused."""
+    target = make_target("gemma4-multimodal")
+    for name, model in (("target", target), ("drafter", make_assistant(target))):
+        model.save_pretrained(tmp_path / name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        edited(tmp_path / name, {"return_dict": False, "text_config": config["text_config"] | {"return_dict": False}})
+    with Engine.from_pretrained(str(tmp_path / "target"), str(tmp_path / "drafter"), config=CONFIG) as engine:
+        tokens = engine.generate([5, 6, 7], PARAMS)[0].token_ids
+    with Engine.from_pretrained(target, config=CONFIG) as engine:
+        assert engine.generate([5, 6, 7], PARAMS)[0].token_ids == tokens
+
+
 @pytest.mark.parametrize("text", ['{"eos_token_id": ', "[1, 2]"])
 def test_a_damaged_generation_config_is_named(text, make_target, tmp_path):
     """transformers passed it over, so that answers did not end."""
