@@ -38,8 +38,11 @@ PART_BYTES = 1 << 30
 """Bytes of partial results above which each program folds its own splits, as it does if programs of many rows fill the
 device; a merge kernel folds them otherwise."""
 
-FEW_QUERIES, LATE_MERGES = 32, 1024
-"""Bounds of `merges_late`."""
+FEW_QUERIES = 32
+"""Up to this many queries, a merge triggers as it begins: the next product loads its weight meanwhile."""
+
+MANY_MERGES = 1024
+"""Above this many merging programs too: the last of them start late anyway."""
 
 MANY_HEADS = 8
 """From this number of K/V heads on, splits with 256 channels are twice as long."""
@@ -161,8 +164,8 @@ def tree_attention(
 
 
 def merges_late(queries: int, heads: int) -> bool:
-    """Does the merge trigger late (`triton_shim.py`)? Of more programs, the last ones start late anyway."""
-    return queries > FEW_QUERIES and queries * heads <= LATE_MERGES
+    """Does the merge trigger late (`triton_shim.py`)?"""
+    return queries > FEW_QUERIES and queries * heads <= MANY_MERGES
 
 
 def choose_key_split(block_d: int, item_size: int, kv_heads: int) -> KeySplit:

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 
 from specdec.gpu.operations import Operations, op
-from specdec.gpu.triton_shim import INTERPRETED, KEEP, pdl_options, tl, trigger_next, triton, wait_for_previous
-from specdec.layers.gemm.gemm_small import gemm_small
+from specdec.gpu.triton_shim import KEEP, pdl_options, tl, trigger_next, triton, wait_for_previous
+from specdec.layers.gemm.gemm_small import fits_registers, gemm_small
 from specdec.layers.gemm.linear import linear
 from specdec.layers.gemm.product import (
     MAX_MEDIUM_ROWS,
@@ -36,9 +36,7 @@ from specdec.layers.gemm.product import (
     sum_parts,
 )
 from specdec.layers.norm import Norm, reference_rms_norm, rms_norm
-from specdec.layers.packed.packed_tile import tile_columns
-from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
-from specdec.layers.packed.unpack_asm import is_fast
+from specdec.layers.packed.packed_weight import Weight, multiply
 
 MAX_HELD_WIDTH = 256
 """Up to this width P, the second product's programs hold whole rows of the weight."""
@@ -191,9 +189,7 @@ def gated_projection(gate: Product, inputs: torch.Tensor, weight: Weight, activa
 
 def _is_held(weight: Weight, dtype: torch.dtype) -> bool:
     """Can a program hold rows of the weight, with the bits of `linear`, which then has one range of K too?"""
-    if dtype == torch.float32 or split_k_of(weight).splits > 1 or tile_columns(weight):
-        return False
-    return not isinstance(weight, PackedWeight) or INTERPRETED or is_fast(weight, dtype)
+    return dtype != torch.float32 and split_k_of(weight).splits == 1 and fits_registers(weight, dtype)
 
 
 def per_layer_inputs(

@@ -341,17 +341,23 @@ def tiles_for_some_rows(num_rows: int, n: int, splits: int, wave: int, *, gated:
 
 
 def can_hold(weight: Weight, split_k: SplitK, num_rows: int, dtype: torch.dtype) -> bool:
-    """Is a range of the weight one tile of a program, for `num_rows` rows of x? A packed one only if it is unpacked
-    fast: otherwise a tile takes too many registers."""
+    """Is a range of the weight one tile of a program, for `num_rows` rows of x?"""
     if not isinstance(weight, PackedWeight):
         return _can_hold(len(weight), split_k, num_rows, dtype)
-    if not (INTERPRETED or is_fast(weight, dtype)) or tile_columns(weight):
+    if not fits_registers(weight, dtype):
         return False
     if num_rows > MAX_SMALL_ROWS:  # timed for FP8 alone
         some = num_rows <= MAX_MEDIUM_ROWS and weight.has_row_scales
         return some and _can_hold(len(weight), split_k, num_rows, dtype)
     programs = triton.cdiv(len(weight), 64) * split_k.splits
     return split_k.splits > 1 and split_k.split_len == HELD_RANGE and programs <= HELD_PROGRAMS[BITS[weight.code]]
+
+
+def fits_registers(weight: Weight, dtype: torch.dtype) -> bool:
+    """May a program hold a whole tile? A packed one only if it is unpacked fast, and has no scales for several sums."""
+    if not isinstance(weight, PackedWeight):
+        return True
+    return (INTERPRETED or is_fast(weight, dtype)) and not tile_columns(weight)
 
 
 def _can_hold(n: int, split_k: SplitK, num_rows: int, dtype: torch.dtype) -> bool:
