@@ -129,9 +129,11 @@ def run_case(case: Case, options: Mapping[str, Any], report: Report, words: Sequ
         elif report.is_over:
             report.add(case.name, [Row(part, "left out", "the seconds are over")])
         else:
-            rows = getattr(module, f"{part}_rows")
+            rows, known = getattr(module, f"{part}_rows"), len(report.rows)
             with torch.no_grad():
                 report.add(case.name, attempt_all(f"{case.name}: {part}", rows(**chosen_options(rows, options))))
+            if len(report.rows) == known:
+                report.add(case.name, [Row(part, "no row: these options leave nothing to do", ok=False)])
         free_memory()
 
 

@@ -135,11 +135,11 @@ def prepare_ragged(shape: Shape) -> Prepared:
     [exact] = _common(shape, "exact")[2]
     args, write, path, reference = _stored({**shape, "kind": "causal"})
     pages, start, committed, _ = path.table
-    args["window"] = path.window
     held = pages[:, : int(committed - (0 if start is None else start))]
     length = torch.full_like(committed, shape["num_rows"])
-    args["pack"] = Pack.from_lengths(torch.zeros_like(length), committed, length, shape["num_rows"])
-    args["lines"] = RunSlots(torch.cat([held, write], dim=1), torch.zeros_like(length), start)
+    pack = Pack.from_lengths(torch.zeros_like(length), committed, length, shape["num_rows"])
+    lines = RunSlots(torch.cat([held, write], dim=1), torch.zeros_like(length), start)
+    args = {**args, "window": path.window, "pack": pack, "lines": lines}  # the reference has the others
     return Prepared(lambda **options: ragged_attention(exact=bool(exact), **args, **options), reference)
 
 

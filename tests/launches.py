@@ -540,6 +540,8 @@ def usual() -> Iterator[Launch]:
         yield launch(prompts, BF16, 256, 4, 2048, exact=exact, window=512, cap=50.0)
         yield launch(prompts, BF16, 128, 8, 512, exact=exact, window=None, cap=None, first_key=2)
         yield launch(prompts, BF16, 128, 4, 512, exact=exact, window=None, cap=None, fp8=True)
+    for fp8 in (False, True):
+        yield launch(prompts, BF16, 512, 4, 2048, exact=False, window=None, cap=None, fp8=fp8)
     in_memory = RaggedTiles(64, 32, 8, 2, 256, total_in_memory=True)
     yield launch(prompts, BF16, 512, 4, 2048, exact=True, window=None, cap=None, tiles=in_memory)
     for shape, *case in LAYERS:

@@ -15,7 +15,7 @@ from specdec import SamplingParams
 from specdec.attention.dense import attend_alone, attend_together, masked_runs, runs_attention
 from specdec.attention.kernels.own_keys import PathKeys, own_keys
 from specdec.attention.kernels.page_table import PageTable
-from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
+from specdec.attention.kernels.ragged_attention import TALL, RaggedTiles, choose_ragged, ragged_attention
 from specdec.attention.kernels.tree_attention import KeySplit, RowTiles, tree_attention
 from specdec.attention.plan import Pack, RunSlots
 from specdec.runtime.rounds.captured_prompts import MAX_TOKENS
@@ -134,6 +134,9 @@ def test_the_kernel_against_the_definition(name: str, exact: bool, v_dim: int) -
     options: dict[str, Any] = {"scaling": 0.3, "softcap": softcap, "sinks": logits}
     options |= {"window": window, "first_key": first_key}
     got = ragged_attention(*case.arguments(), **options, exact=exact, tiles=IN_ORDER if exact else ANY_ORDER)
+    if not exact:
+        shared = ragged_attention(*case.arguments(), **options, tiles=ANY_ORDER._replace(value_parts=2))
+        torch.testing.assert_close(shared, got, rtol=1e-6, atol=1e-6)
     if exact:
         in_memory = IN_ORDER._replace(total_in_memory=True)
         assert torch.equal(ragged_attention(*case.arguments(), **options, exact=True, tiles=in_memory), got)
@@ -149,14 +152,30 @@ def test_the_kernel_against_the_definition(name: str, exact: bool, v_dim: int) -
         torch.testing.assert_close(plain.cpu().double(), want, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["any-order", "in-order"])
-def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(exact: bool) -> None:
-    case = Case([17, 0, 3], [11, 1, 20], 5, None, 0, 20)
+@pytest.mark.parametrize(
+    ("exact", "tiles"),
+    [(False, ANY_ORDER), (False, ANY_ORDER._replace(value_parts=2)), (True, IN_ORDER)],
+    ids=["any-order", "any-order-in-parts", "in-order"],
+)
+def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(exact: bool, tiles: RaggedTiles) -> None:
+    case = Case([17, 0, 3], [11, 1, 20], 5, None, 0, 40)
     k, v = rounded(case.k), rounded(case.v)
-    options: dict[str, Any] = {"scaling": 0.3, "exact": exact, "tiles": IN_ORDER if exact else ANY_ORDER}
+    options: dict[str, Any] = {"scaling": 0.3, "exact": exact, "tiles": tiles}
     got = ragged_attention(case.q, k, v, case.pack, case.lines, **options)
     want = ragged_attention(case.q, k.read(), v.read(), case.pack, case.lines, **options)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_long_prompts_over_512_channels_get_tall_tiles() -> None:
+    """Programs of 128 rows take half of the value channels each. Short runs would leave such tiles part empty."""
+
+    def tiles(num_runs: int, num_tokens: int, channels: int = 512, bytes_: int = 2, exact: bool = False) -> RaggedTiles:
+        return choose_ragged(num_runs, num_tokens, 4, 2, channels, channels, bytes_, torch.device("cpu"), exact=exact)
+
+    assert tiles(1, 2048) == tiles(64, 2048) == TALL._replace(value_parts=2)
+    for small in (tiles(1, 255), tiles(65, 2048), tiles(1, 2048, exact=True), tiles(1, 2048, bytes_=4)):
+        assert small.value_parts == 1 and small.block_m <= 64
+    assert tiles(1, 2048, 256) == RaggedTiles(128, 64, 8, 3)
 
 
 def test_a_short_run_after_a_long_prefix_is_cut_into_splits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ tiles finish sooner."""
 class RaggedTiles(NamedTuple):
     """How the work is cut, and the resources of a program. split_len: keys per chain if keys are added in order; 0: any
     order. total_in_memory: keeps a row's total in memory between two chains, which frees registers for larger tiles; it
-    changes no bit."""
+    changes no bit. value_parts: programs that divide the value channels of a tile among them."""
 
     block_m: int
     block_k: int
@@ -49,6 +49,14 @@ class RaggedTiles(NamedTuple):
     split_len: int = 0
     waves: float = 1.0
     total_in_memory: bool = False
+    value_parts: int = 1
+
+
+TALL = RaggedTiles(128, 32, 8, 3, waves=1.1)
+"""Tiles over more than 256 channels, from TALL_ROWS rows on. A program takes TALL_VALUES of the value channels. With 64
+rows and all value channels, both of its warp groups would compute the same product of queries and keys."""
+
+TALL_ROWS, TALL_VALUES = 1024, 256
 
 
 def ragged_attention(
@@ -83,7 +91,8 @@ def ragged_attention(
     heads = HeadShapes.from_inputs(query, pool_k, pool_v, sinks)
     kv_heads, group, _, value_dim, block_d, block_v = heads
     if tiles is None:
-        tiles = choose_ragged(num_tokens, group, kv_heads * shares, block_d, query.element_size(), device, exact=exact)
+        sizes = num_runs, num_tokens, group, kv_heads * shares, block_d, block_v, query.element_size()
+        tiles = choose_ragged(*sizes, device, exact=exact)
     tokens = tiles.block_m // group
     num_tiles = -(-num_tokens // tokens) + num_runs  # the last tile of each run, and of padding, may be part full
     num_splits = 1
@@ -92,20 +101,21 @@ def ragged_attention(
         # few tokens of a long prompt: programs of absent runs do nothing and should not count
         is_few = window is None and num_tokens <= FEW_TOKENS
         working = -(-num_tokens // tokens) if is_few else num_tiles
-        num_splits = choose_splits(working * kv_heads, num_keys, tiles.waves, device)
+        num_splits = choose_splits(working * kv_heads * tiles.value_parts, num_keys, tiles.waves, device)
     out = torch.empty((1, num_tokens, num_heads, value_dim), dtype=query.dtype, device=device)
     part, lse = split_results(out, num_splits)
     total = None
     if tiles.split_len and tiles.total_in_memory:
         total = torch.empty((num_tiles, kv_heads, tiles.block_m, block_v), dtype=torch.float32, device=device)
     (numbers_k, scales_k), (numbers_v, scales_v) = map(numbers_and_scales, (pool_k, pool_v))
-    ragged_kernel[(num_tiles, kv_heads, num_splits)](
+    ragged_kernel[(num_tiles * tiles.value_parts, kv_heads, num_splits)](
         *(query, numbers_k, numbers_v, scales_k, scales_v),
         *(lines.slots, lines.line, lines.begin, pack.start, pack.cu_len, sinks),
         *(part, lse, total),
         *(scaling, softcap, window, first_key or None, num_runs, num_tokens, num_splits, lines.slots.stride(0)),
         *(*query.stride()[1:], *numbers_k.stride(), *numbers_v.stride()),
-        **heads._asdict(),
+        **heads._replace(BLOCK_V=block_v // tiles.value_parts)._asdict(),
+        VALUE_PARTS=tiles.value_parts,
         TOKENS=tokens,
         BLOCK_M=tiles.block_m,
         BLOCK_K=tiles.block_k,
@@ -127,10 +137,12 @@ def search_width(num_runs: int) -> int:
 
 
 def choose_ragged(
+    num_runs: int,
     num_tokens: int,
     group: int,
     kv_heads: int,
     block_d: int,
+    block_v: int,
     item_size: int,
     device: torch.device,
     *,
@@ -141,6 +153,10 @@ def choose_ragged(
     multiprocessors, shared = device_limits(device)
     fewest: int = max(16, triton.next_power_of_2(group))  # a tile holds at least one token
     if not exact:
+        rows = num_tokens * group
+        full = rows >= max(TALL_ROWS, num_runs * TALL.block_m) and group <= TALL.block_m  # most tiles are
+        if full and _fits_tall(block_d, block_v, item_size, shared):
+            return TALL._replace(value_parts=block_v // TALL_VALUES)
         any_order = fit_tiles(choose_paged_tiles(num_tokens * group, block_d, item_size), block_d, item_size, shared)
         block_m = max(any_order.block_m, fewest)
         return RaggedTiles(block_m, *any_order[1:4], 0, any_order.waves)
@@ -160,3 +176,9 @@ def choose_ragged(
     while stages > 1 and not fits(block_m, cut.block_k, stages, block_d, item_size, shared):
         stages -= 1
     return RaggedTiles(block_m, cut.block_k, num_warps, stages, cut.split_len, total_in_memory=in_memory)
+
+
+def _fits_tall(block_d: int, block_v: int, item_size: int, shared: int) -> bool:
+    """May a program have TALL tiles? Its queries and two tiles of K and V must fit `shared` bytes."""
+    numbers = TALL.block_m * block_d + 2 * TALL.block_k * (block_d + TALL_VALUES)
+    return item_size == 2 and block_d > 256 and block_v % TALL_VALUES == 0 and numbers * item_size + 2048 <= shared

@@ -1,6 +1,6 @@
 """The Triton kernel of `ragged_attention`, which holds the math, the reference and the launch.
 
-    grid (tiles, Hkv, splits)
+    grid (tiles * VALUE_PARTS, Hkv, splits)
 
     places   a a a a a a a b b b c . .       a tile is up to 4 tokens of one run; cu_len gives the tiles per run
              |0      |1    |2    |3|4  |     padding is a run of no keys at the end; programs past the last tile return
@@ -177,12 +177,14 @@ def ragged_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    BLOCK_V: tl.constexpr,  # value channels of a program
     BLOCK_R: tl.constexpr,
     SPLIT_LEN: tl.constexpr,
     GROWS: tl.constexpr,
+    VALUE_PARTS: tl.constexpr,  # programs that divide the value channels of a tile among them
 ) -> None:
-    i_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # tiles that see most keys first
+    i_part = tl.num_programs(0) - 1 - tl.program_id(0)  # tiles that see most keys first
+    i_tile, first_v = i_part // VALUE_PARTS, i_part % VALUE_PARTS * BLOCK_V
     i_h, i_split = tl.program_id(1).to(tl.int64), tl.program_id(2)
 
     # the tile map: run `num_runs` is padding
@@ -222,8 +224,8 @@ def ragged_kernel(
 
     o_d = tl.arange(0, BLOCK_D)
     m_d = tl.full([BLOCK_D], True, tl.int1) if HEAD_DIM == BLOCK_D else o_d < HEAD_DIM
-    o_v = tl.arange(0, BLOCK_V)
-    m_v = tl.full([BLOCK_V], True, tl.int1) if VALUE_DIM == BLOCK_V else o_v < VALUE_DIM
+    o_v = first_v + tl.arange(0, BLOCK_V)
+    m_v = tl.full([BLOCK_V], True, tl.int1) if VALUE_DIM == BLOCK_V * VALUE_PARTS else o_v < VALUE_DIM
     o_place = (first + o_token).to(tl.int64)
     p_q += o_head[:, None] * s_q_h + o_place[:, None] * s_q_t + o_d[None, :] * s_q_d
     b_q = parts_of(tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0), p_scale_k is not None)  # [BM, BD]
@@ -235,7 +237,8 @@ def ragged_kernel(
         p_scale_k += i_h
         p_scale_v += i_h
         o_k, m_k = pairs_of(HEAD_DIM, BLOCK_D)
-        o_x, m_x = pairs_of(VALUE_DIM, BLOCK_V)
+        o_x = first_v // 2 + tl.arange(0, BLOCK_V // 2)
+        m_x = tl.full([BLOCK_V // 2], True, tl.int1) if VALUE_DIM == BLOCK_V * VALUE_PARTS else o_x < VALUE_DIM // 2
     # without a window and a first key, every row sees every key before the tile's first token
     free_end = 0
     if GROWS and first_key is None:  # no window

@@ -194,7 +194,8 @@ def tilings(kernel: str, shape: Shape) -> list[Any]:
         tiles = itertools.product((16, 32, 64), (2, 3, 5), folds)
         return [RowTiles(m, w, stages, None, fold) for m, stages, fold in tiles for w in warps[m]]
     if kernel == "ragged":
-        sizes = shape["num_rows"], group, shape["heads"][1], padded_channels(shape["head_dim"]), DTYPE.itemsize
+        channels = padded_channels(shape["head_dim"])
+        sizes = shape["batch"], shape["num_rows"], group, shape["heads"][1], channels, channels, DTYPE.itemsize
         usual = choose_ragged(*sizes, DEVICE, exact=shape["exact"])
         keys, totals = ((usual.block_k,), (False, True)) if shape["exact"] else ((16, 32, 64), (False,))
         every = itertools.product((16, 32, 64, 128), keys, (4, 8), (2, 3), totals)
