@@ -134,12 +134,9 @@ def test_the_kernel_against_the_definition(name: str, exact: bool, v_dim: int) -
     options: dict[str, Any] = {"scaling": 0.3, "softcap": softcap, "sinks": logits}
     options |= {"window": window, "first_key": first_key}
     got = ragged_attention(*case.arguments(), **options, exact=exact, tiles=IN_ORDER if exact else ANY_ORDER)
-    if not exact:
-        shared = ragged_attention(*case.arguments(), **options, tiles=ANY_ORDER._replace(value_parts=2))
-        torch.testing.assert_close(shared, got, rtol=1e-6, atol=1e-6)
-    if exact:
-        in_memory = IN_ORDER._replace(total_in_memory=True)
-        assert torch.equal(ragged_attention(*case.arguments(), **options, exact=True, tiles=in_memory), got)
+    for in_memory in (False, True)[: 1 + exact]:
+        other = (IN_ORDER if exact else ANY_ORDER)._replace(value_parts=2, total_in_memory=in_memory)
+        assert torch.equal(ragged_attention(*case.arguments(), **options, exact=exact, tiles=other), got)
     want = case.expected(window, softcap, logits, first_key)
     torch.testing.assert_close(got.cpu().double(), want, rtol=2e-5, atol=2e-5)
     del options["window"], options["first_key"]

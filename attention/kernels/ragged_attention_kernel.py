@@ -151,7 +151,7 @@ def ragged_kernel(
     p_sinks: tl.tensor,  # [Hq] or None
     p_out: tl.tensor,  # [splits, T, Hq, DV]
     p_lse: tl.tensor,  # [splits, T, Hq] or None when there is one split
-    p_total: tl.tensor,  # [tiles, Hkv, BLOCK_M, BLOCK_V] or None: what splits are folded into is kept in registers
+    p_total: tl.tensor,  # [tiles * VALUE_PARTS, Hkv, BLOCK_M, BLOCK_V], or None: folded splits stay in registers
     scaling: tl.tensor,
     softcap: tl.tensor,  # or None
     window: tl.tensor,  # or None
@@ -277,8 +277,8 @@ def ragged_kernel(
         b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         if p_total is not None:
             # one address and constant offsets, or the addresses would fill the registers
-            p_total += (i_tile.to(tl.int64) * KV_HEADS + i_h) * (BLOCK_M * BLOCK_V)
-            p_total += o_row[:, None] * BLOCK_V + o_v[None, :]
+            p_total += (i_part.to(tl.int64) * KV_HEADS + i_h) * (BLOCK_M * BLOCK_V)
+            p_total += o_row[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
         first_split = split_of(lo, SPLIT_LEN, GROWS)
         end_split = tl.where(lo < end, split_of(end - 1, SPLIT_LEN, GROWS) + 1, first_split)
         for i_part in range(first_split, end_split):
