@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from specdec.errors import shown
-from specdec.serving.openai.protocol import ChatRequest, Message, Tool, refused
+from specdec.serving.openai.protocol import TEXT_PART, ChatRequest, Message, Tool, refused
 from specdec.serving.state import ServeState
 from specdec.text.prompts import asks_for_none, template_text
 
@@ -107,9 +107,9 @@ def _part_text(place: str, part: Mapping[str, Any]) -> str:
     """The text of one part of a message."""
     if part.get("type") != "text":
         what = f"a part of type {part.get('type')!r:.80}"
-    elif part.keys() != {"type", "text"}:
-        what = "a text part with other fields"
-    elif not isinstance(part["text"], str):
+    elif unknown := part.keys() - TEXT_PART:
+        what = f"a text part with the unknown field {shown(min(unknown))}"
+    elif not isinstance(part.get("text"), str):
         what = "a part whose text is no string"
     else:
         return part["text"]
