@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from pydantic_core import from_json
+
 from specdec.errors import shown
 from specdec.serving.openai.protocol import TEXT_PART, ChatRequest, Message, Tool, refused
 from specdec.serving.state import ServeState
@@ -92,12 +94,15 @@ def _plain(place: str, message: Message, template: str) -> dict[str, Any]:
 
 
 def arguments_of(text: str, param: str) -> dict[str, Any]:
-    """A call's arguments. Raises ApiError, with the field's name, unless the text is a JSON object; none may be "" or
-    null."""
+    """A call's arguments; none may be blank or null. Of a call that broke off, or went wrong, those before that: its
+    client sends back what it was given. Raises ApiError, with the field's name, if they are no JSON object."""
     try:
-        arguments = json.loads(text or "{}")
+        arguments = json.loads(text.strip() or "{}")
     except (ValueError, RecursionError):
-        raise refused(param, f"{param} is not JSON; an object is expected") from None
+        try:
+            arguments = from_json(text.encode(errors="replace"), allow_partial="trailing-strings")
+        except ValueError:
+            raise refused(param, f"{param} is not JSON; an object is expected") from None
     if not isinstance(arguments, dict | None):
         raise refused(param, f"{param} is {shown(arguments)}; an object is expected")
     return arguments or {}
