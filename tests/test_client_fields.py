@@ -75,6 +75,12 @@ def test_values_that_change_nothing_are_taken(url, usual_choices, fields):
     assert answer.json()["choices"] == usual_choices
 
 
+def test_null_is_as_good_as_nothing_within_options_of_a_stream_too(url):
+    options = dict.fromkeys(("include_usage", "continuous_usage_stats", "include_obfuscation"))
+    streamed = events(chat(url, stream=True, stream_options=options))
+    assert streamed[-1]["choices"] and "usage" not in streamed[-1]
+
+
 def test_an_empty_suffix_is_none(url):
     assert complete(url, suffix="").json()["choices"] == complete(url).json()["choices"]
     assert complete(url, suffix="It is 8.").status_code == 400

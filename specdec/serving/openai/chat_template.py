@@ -114,8 +114,8 @@ def _part_text(place: str, part: Mapping[str, Any]) -> str:
         what = f"a part of type {part.get('type')!r:.80}"
     elif unknown := part.keys() - TEXT_PART:
         what = f"a text part with the unknown field {shown(min(unknown))}"
-    elif not isinstance(part.get("text"), str):
+    elif not isinstance(text := part.get("text"), str):
         what = "a part whose text is no string"
     else:
-        return part["text"]
+        return text
     raise refused(place, f'{place} holds {what}; only {{"type": "text", "text": ...}} is read')

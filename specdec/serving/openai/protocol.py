@@ -130,9 +130,9 @@ ContentParts = Annotated[list[Annotated[dict[str, Any], AfterValidator(_known_pa
 
 
 class StreamOptions(Body):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-    include_obfuscation: OnlyFalse = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: OnlyFalse | None = None
 
 
 class Speculation(Body):
@@ -151,7 +151,7 @@ class Schema(Body):
 
 
 class JsonSchema(Schema):
-    name: str = ""
+    name: str | None = None
 
 
 class ResponseFormat(Body):
