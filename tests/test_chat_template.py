@@ -101,6 +101,36 @@ def test_thoughts_sent_back_reach_gpt_oss(content, prompt_of):
     assert f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant to=functions.f" in prompt
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"city": "Par', {"city": "Par"}),
+        ('{"days": [1, {"of": "May"', {"days": [1, {"of": "May"}]}),
+        ('{"say": "Say "no" twice"}', {"say": "Say "}),
+        ("{", {}),
+        (" ", {}),
+    ],
+)
+def test_a_call_that_broke_off_or_went_wrong_can_be_sent_back(arguments, expected, prompt_of):
+    """It was a 400, with each later message of the conversation."""
+    call = CALL | {"function": {"name": "f", "arguments": arguments}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, RESULT]
+    written = json.dumps({"name": "f", "arguments": expected})
+    assert written in prompt_of(SHOWN, "chat/completions", messages=messages)
+    items = [FUNCTION_CALL | {"arguments": arguments}, {"type": "function_call_output", "call_id": "c1", "output": "8"}]
+    assert written in prompt_of(SHOWN, "responses", input=[USER, *items])
+
+
+def test_an_answer_with_a_broken_call_can_be_sent_back():
+    asked = [{"role": "user", "content": f"recite {number}"} for number in range(2)]
+    with reciting(['<tool_call>{"name": "f", "arguments": {"a": 1, "b": x}}</tool_call>', "Yes."]) as reciter:
+        first = reciter.post("chat/completions", messages=asked[:1], tools=[TOOL])
+        message = first.json()["choices"][0]["message"]
+        assert message["tool_calls"][0]["function"]["arguments"].startswith('{"a": 1')
+        more = reciter.post("chat/completions", messages=[asked[0], message, asked[1]])
+    assert more.status_code == 200, more.text
+
+
 def said(text):
     return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
 

@@ -20,6 +20,7 @@ from served_engine import bundled_engine, served_url
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
 CHAT = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 12, "temperature": 0}
+TEXT_PART = {"type": "text", "text": QUESTION}
 ADD = {
     "type": "object",
     "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "unit": {"enum": ["eggs", "pens"]}},
@@ -61,6 +62,9 @@ def events(answer):
         {"seed": 3, "priority": 0, "prompt_cache_key": "x", "chat_template_kwargs": {"enable_thinking": False}},
         {"reasoning_effort": "low", "verbosity": "low", "prediction": {"type": "content", "content": "It is 8."}},
         {"messages": [CHAT["messages"][0] | {"type": "text"}]},  # of lm-evaluation-harness
+        {"top_logprobs": 0, "prompt_cache_options": {"mode": "explicit"}, "reasoning_effort": "max"},
+        {"web_search_options": None, "audio": None, "guided_grammar": None},  # an unknown field that is not set
+        {"messages": [{"role": "user", "content": [TEXT_PART | {"prompt_cache_breakpoint": {}, "mood": None}]}]},
         {"parallel_tool_calls": False, "min_tokens": 0, "return_token_ids": False, "bad_words": [], "functions": []},
     ],
     ids=lambda fields: next(iter(fields)),
@@ -69,6 +73,12 @@ def test_values_that_change_nothing_are_taken(url, usual_choices, fields):
     answer = chat(url, **fields)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"] == usual_choices
+
+
+def test_null_is_as_good_as_nothing_within_options_of_a_stream_too(url):
+    options = dict.fromkeys(("include_usage", "continuous_usage_stats", "include_obfuscation"))
+    streamed = events(chat(url, stream=True, stream_options=options))
+    assert streamed[-1]["choices"] and "usage" not in streamed[-1]
 
 
 def test_an_empty_suffix_is_none(url):
@@ -136,15 +146,22 @@ def test_unknown_fields_are_refused_or_left_out_as_the_server_is_told(handling, 
             transport = httpx.ASGITransport(create_app(running, settings))
             async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
                 body = CHAT | {"num_ctx": 8, "stream_options": None}
-                body["messages"] = [CHAT["messages"][0] | {"mood": "good"}]
+                part = TEXT_PART | {"cache_control": {"type": "ephemeral"}}
+                body["messages"] = [CHAT["messages"][0] | {"mood": "good"}, {"role": "user", "content": [part]}]
                 return await client.post("/v1/chat/completions", json=body)
 
     with caplog.at_level(logging.WARNING):
         answer = asyncio.run(ask())
     assert answer.status_code == (400 if handling == "refuse" else 200)
     said = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
-    assert len(said) == (2 if handling == "warn" else 0)
-    assert all(name in " ".join(said) for name in (("num_ctx", "mood") if said else ()))
+    assert len(said) == (3 if handling == "warn" else 0)
+    assert all(name in " ".join(said) for name in (("num_ctx", "mood", "cache_control") if said else ()))
+
+
+def test_an_unknown_field_of_a_text_part_is_refused_by_name(url):
+    part = TEXT_PART | {"cache_control": {"type": "ephemeral"}}
+    answer = chat(url, messages=[{"role": "user", "content": [part]}])
+    assert answer.status_code == 400 and "'cache_control'" in answer.json()["error"]["message"]
 
 
 # any fields together

@@ -19,9 +19,11 @@ import pytest
 from server_process import running_server
 
 from specdec import Engine, EngineConfig
+from specdec.errors import ConfigError
 from specdec.serving import logs
 from specdec.serving import server as serving
 from specdec.serving.http.events import event
+from specdec.serving.server_settings import ServeSettings
 
 from marks import is_deep
 from served_engine import served, until
@@ -179,6 +181,11 @@ def test_tls_serves_and_a_key_that_does_not_fit_is_one_sentence(tmp_path):
         trusted = ssl.create_default_context(cafile=str(certificate))
         answer = httpx.post(f"{server.url}/v1/chat/completions", json=ANSWER, verify=trusted, timeout=60)
         assert answer.status_code == 200
+
+
+def test_a_certificate_that_cannot_be_read_is_named_without_a_key_that_was_not_given(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.pem' cannot be used: No such file"):
+        serving.require_certificate(ServeSettings(model_names=["m"], ssl_certfile=tmp_path / "absent.pem"))
 
 
 def test_a_server_serves_with_its_settings_of_the_process() -> None:

@@ -1,6 +1,7 @@
 """Hostile bodies are refused before they are parsed into objects, off the event loop, with errors in OpenAI's shape."""
 
 import asyncio
+import codecs
 import json
 import logging
 import random
@@ -264,6 +265,11 @@ def test_a_body_of_another_type_is_refused_with_415(url):
         answer = post(url, ASKED, headers={"Content-Type": kind})
         assert answer.status_code == 415 and "application/json" in answer.json()["error"]["message"]
     assert post(url, ASKED, headers={"Content-Type": "application/json; charset=utf-8"}).status_code == 200
+
+
+def test_a_byte_order_mark_before_the_body_is_skipped():
+    raw = b'{"prompt": "a"}'
+    assert parse(codecs.BOM_UTF8 + raw, CompletionRequest, VALUES) == parse(raw, CompletionRequest, VALUES)
 
 
 def test_keys_that_no_header_can_hold_are_refused():

@@ -335,7 +335,7 @@ def test_a_response_with_a_broken_call_can_be_continued():
             assert "Hm." in reciter.prompts[-1] and "x}}</tool_call><|im_end|>" in reciter.prompts[-1]
 
 
-@pytest.mark.parametrize("arguments", ['{"a":', "[1]", '"{}"'])
+@pytest.mark.parametrize("arguments", ["{a", "[1]", '"{}"'])
 def test_arguments_that_are_no_object_are_refused_by_name(arguments):
     function = {"name": "f", "arguments": arguments}
     sent = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}

@@ -16,6 +16,8 @@ from server_process import STOP_SECONDS, ServerProcess, running_server
 from typer.testing import CliRunner
 
 from specdec.cli.app import app
+from specdec.errors import ConfigError
+from specdec.serving.server_settings import ServeSettings
 
 from served_engine import until
 
@@ -188,12 +190,21 @@ def test_a_path_that_is_not_served_is_told_where_they_are_listed(server):
 
 
 def test_pages_of_other_origins_may_ask_only_if_they_are_named(server):
-    def asked(origin):
-        headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
-        return httpx.options(f"{server.url}/v1/chat/completions", headers=headers)
+    def asked(origin, method="POST"):
+        headers = {"Origin": origin, "Access-Control-Request-Method": method}
+        return httpx.options(f"{server.url}/v1/responses/resp_1", headers=headers)
 
-    assert asked("https://a.example").headers["access-control-allow-origin"] == "https://a.example"
+    for method in ("GET", "POST", "DELETE"):
+        answer = asked("https://a.example", method)
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "https://a.example"
     assert "access-control-allow-origin" not in asked("https://b.example").headers
+
+
+@pytest.mark.parametrize("origin", ["a.example", "https://a.example/", "https://A.example", "localhost:3000", ""])
+def test_an_origin_that_no_browser_sends_is_refused(origin):
+    with pytest.raises(ConfigError, match=r"no browser sends this"):
+        ServeSettings(model_names=["m"], cors_origins=[origin])
+    ServeSettings(model_names=["m"], cors_origins=["*", "null", "http://[::1]:3000", "chrome-extension://abc"])
 
 
 def takes_no_more(server: ServerProcess) -> bool:

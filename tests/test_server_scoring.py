@@ -70,6 +70,14 @@ def test_without_echo_a_request_needs_a_token(url):
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "max_tokens"
 
 
+@pytest.mark.parametrize("token", [1 << 40, 2048, -1])
+def test_an_id_outside_the_vocabulary_is_refused_whether_it_is_echoed_or_not(token, url):
+    answers = [httpx.post(f"{url}/v1/completions", json={"prompt": [5, token], "echo": echo}) for echo in (False, True)]
+    assert [answer.status_code for answer in answers] == [400, 400]
+    assert answers[0].json() == answers[1].json()
+    assert f"prompt 0 holds token id {token}, outside the vocabulary" in answers[0].text
+
+
 def test_prompt_logprobs_as_vllm_has_them(url, engine):
     """With each choice of a completion, once in a chat; not in streams."""
     ours = scored(engine, CONTEXT, 2)

@@ -88,9 +88,10 @@ def require_certificate(settings: ServeSettings) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
     except (OSError, ssl.SSLError) as error:
         reason = getattr(error, "reason", None) or error.strerror or str(error)
+        key = "" if settings.ssl_keyfile is None else f" with ssl_keyfile={str(settings.ssl_keyfile)!r}"
         raise ConfigError(
-            f"ssl_certfile={str(settings.ssl_certfile)!r} with ssl_keyfile={str(settings.ssl_keyfile)!r} cannot be "
-            f"used: {reason}; give the certificate and its key as PEM files"
+            f"ssl_certfile={str(settings.ssl_certfile)!r}{key} cannot be used: {reason}; give the certificate and its "
+            "key as PEM files"
         ) from None
 
 

@@ -1,5 +1,6 @@
 """Validated settings of an HTTP server. Those of an engine are in `EngineConfig`."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,9 @@ from specdec.text.content_tokens import require_handling
 
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Sampling parameters for which a model's generation config may state a default."""
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
+"""An origin as browsers write it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,12 @@ class ServeSettings(HttpOptions):
                 )
             if key != key.strip():
                 raise ConfigError("an API key begins or ends with a space, which no header keeps; give it without")
+        for origin in self.cors_origins:
+            if not (origin in ("*", "null") or ORIGIN.fullmatch(origin)):
+                raise ConfigError(
+                    f"cors_origin={shown(origin)}: no browser sends this; a scheme and a host in lower case are "
+                    "expected, with no slash at the end, such as https://chat.example:8443"
+                )
         require_parser(self.tool_parser)
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile goes with ssl_certfile; give both")

@@ -9,6 +9,7 @@ for it is cancelled, from parsing on, and the body is released.
 """
 
 import asyncio
+import codecs
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from functools import partial
@@ -91,7 +92,7 @@ def parse(raw: bytes, model: type[Model], max_values: int, unknown_fields: str =
 
 def _parsed(raw: bytes, model: type[Model], unknown_fields: str) -> Model | ApiError:
     try:
-        value = from_json(raw)
+        value = from_json(raw.removeprefix(codecs.BOM_UTF8))  # some editors begin a file with it
     except ValueError as error:  # also for 200 levels, numbers of thousands of digits and half a surrogate pair
         return ApiError(400, f"the body cannot be read as JSON: {error}", code="invalid_json")
     try:

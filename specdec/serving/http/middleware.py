@@ -151,9 +151,9 @@ def install_middleware(app: FastAPI, settings: ServeSettings) -> None:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # all requested ones: OpenAI's client sends a dozen
-            expose_headers=["X-Request-Id"],
+            expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.add_middleware(RequestLog)
     if settings.root_path:

@@ -88,7 +88,7 @@ class ChatTextAnswer(TextAnswer):
                 f"max_tokens={asked} and max_completion_tokens={body.max_completion_tokens} differ; give one of them"
             )
             raise refused("max_completion_tokens", message)
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             message = f"top_logprobs={body.top_logprobs} goes with logprobs=true; set that too"
             raise refused("top_logprobs", message)
         max_new_tokens = self.engine.most_new_tokens(prompt_len) if asked is None else asked

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from pydantic_core import from_json
+
 from specdec.errors import shown
-from specdec.serving.openai.protocol import ChatRequest, Message, Tool, refused
+from specdec.serving.openai.protocol import TEXT_PART, ChatRequest, Message, Tool, refused
 from specdec.serving.state import ServeState
 from specdec.text.prompts import asks_for_none, template_text
 
@@ -92,12 +94,15 @@ def _plain(place: str, message: Message, template: str) -> dict[str, Any]:
 
 
 def arguments_of(text: str, param: str) -> dict[str, Any]:
-    """A call's arguments. Raises ApiError, with the field's name, unless the text is a JSON object; none may be "" or
-    null."""
+    """A call's arguments; none may be blank or null. Of a call that broke off, or went wrong, those before that: its
+    client sends back what it was given. Raises ApiError, with the field's name, if they are no JSON object."""
     try:
-        arguments = json.loads(text or "{}")
+        arguments = json.loads(text.strip() or "{}")
     except (ValueError, RecursionError):
-        raise refused(param, f"{param} is not JSON; an object is expected") from None
+        try:
+            arguments = from_json(text.encode(errors="replace"), allow_partial="trailing-strings")
+        except ValueError:
+            raise refused(param, f"{param} is not JSON; an object is expected") from None
     if not isinstance(arguments, dict | None):
         raise refused(param, f"{param} is {shown(arguments)}; an object is expected")
     return arguments or {}
@@ -107,10 +112,10 @@ def _part_text(place: str, part: Mapping[str, Any]) -> str:
     """The text of one part of a message."""
     if part.get("type") != "text":
         what = f"a part of type {part.get('type')!r:.80}"
-    elif part.keys() != {"type", "text"}:
-        what = "a text part with other fields"
-    elif not isinstance(part["text"], str):
+    elif unknown := part.keys() - TEXT_PART:
+        what = f"a text part with the unknown field {shown(min(unknown))}"
+    elif not isinstance(text := part.get("text"), str):
         what = "a part whose text is no string"
     else:
-        return part["text"]
+        return text
     raise refused(place, f'{place} holds {what}; only {{"type": "text", "text": ...}} is read')

@@ -1,8 +1,9 @@
 """POST /v1/completions: continues texts or token ids, whole or streamed."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 from fastapi import APIRouter
@@ -40,7 +41,16 @@ class CompletionTextAnswer(TextAnswer):
 
     def __init__(self, body: CompletionRequest, state: ServeState) -> None:
         super().__init__(body, state, "cmpl", self.chunk_kind)
-        self.echoes: list[str] = []  # one per prompt; empty without `echo`
+        self._texts: list[str | None] = []  # one per prompt; None if only its ids are known
+
+    @cached_property
+    def echoes(self) -> list[str]:
+        """The text that precedes each prompt's answers. Made once the ids were checked: others may be too many, or
+        outside the vocabulary."""
+        if not self.body.echo:
+            return [""] * len(self.prompts)
+        pairs = zip(self._texts, self.prompts, strict=True)
+        return [self.engine.decode(ids) if text is None else text for text, ids in pairs]
 
     async def read_request(self) -> SamplingParams:
         body = self.body
@@ -74,10 +84,7 @@ class CompletionTextAnswer(TextAnswer):
             ids = await self.engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
             whole, ids = len(ids), shortened(self.body, self.engine, ids, params.max_new_tokens)
             self.prompts.append(ids)
-            if not self.body.echo:
-                self.echoes.append("")
-            else:
-                self.echoes.append(prompt if isinstance(prompt, str) and len(ids) == whole else self.engine.decode(ids))
+            self._texts.append(prompt if isinstance(prompt, str) and len(ids) == whole else None)
 
     def _choice(self, index: int, output: GenerationOutput) -> dict[str, Any]:
         [choice] = self._grown(index, whole_delta(output), first=True)
@@ -90,11 +97,14 @@ class CompletionTextAnswer(TextAnswer):
     async def _opening(self, index: int) -> dict[str, Any] | None:
         if not self.body.echo:
             return None
+        return {"choices": [await asyncio.to_thread(self._echo, index)]}
+
+    def _echo(self, index: int) -> dict[str, Any]:
+        """The chunk's choice that repeats the prompt."""
         echo = _text(index, self.echoes[index // self.n])
         if self.body.logprobs is not None:
-            scores = self.streams.handles[index].prompt_logprobs or ()
-            echo["logprobs"] = await self.engine.off_loop(partial(self._echoed, index, scores))
-        return {"choices": [echo]}
+            echo["logprobs"] = self._echoed(index, self.streams.handles[index].prompt_logprobs or ())
+        return echo
 
     def _grown(self, index: int, delta: StreamDelta, *, first: bool) -> list[dict[str, Any]]:
         reader = self.readers[index]

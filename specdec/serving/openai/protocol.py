@@ -33,7 +33,7 @@ PromptList = Annotated[list[Prompt], PlainValidator(as_prompt_list)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
 """A field of answers that clients may send back."""
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 MAX_MESSAGES = 16384
 MAX_TOOLS = 8192
@@ -86,36 +86,53 @@ def _tool_name(name: str) -> str:
 
 
 ToolName = Annotated[str, AfterValidator(_tool_name), Field(json_schema_extra={"pattern": f"^{NAME.pattern}$"})]
-ContentParts = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
+def _only_known(data: dict[str, Any], known: set[str], what: str, info: ValidationInfo) -> dict[str, Any]:
+    """Drop unknown fields that are null, and all if they are not to be refused ("unknown_fields" of the context). If
+    they are, keep only the first, since each would be an error and there may be a million."""
+    if data.keys() <= known:
+        return data
+    unknown = [name for name, value in data.items() if name not in known and value is not None]
+    handling = (info.context or {}).get("unknown_fields", "refuse")
+    if handling == "warn" and unknown:
+        more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
+        logger.warning("left out of a %s: unknown %s%s", what, ", ".join(map(shown, unknown[:8])), more)
+    refused = unknown[:1] if handling == "refuse" else []
+    return {name: value for name, value in data.items() if name in known or name in refused}
+
+
 class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        protected_namespaces=(),
+        json_schema_extra={"additionalProperties": {"type": "null"}},
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _known(cls, data: Any, info: ValidationInfo) -> Any:
-        """Drop unknown fields if they are not to be refused ("unknown_fields" of the context). If they are, keep only
-        the first, since each would be an error and there may be a million."""
-        if not isinstance(data, dict):
-            return data
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = [name for name in data if name not in known]
-        if not unknown:
-            return data
-        handling = (info.context or {}).get("unknown_fields", "refuse")
-        if handling == "warn":
-            more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
-            logger.warning("left out of a %s: unknown %s%s", cls.__name__, ", ".join(map(shown, unknown[:8])), more)
-        refused = unknown[:1] if handling == "refuse" else []
-        return {name: value for name, value in data.items() if name in known or name in refused}
+        return _only_known(data, known, cls.__name__, info) if isinstance(data, dict) else data
+
+
+TEXT_PART = {"type", "text", "prompt_cache_breakpoint"}
+"""Fields of a text part; the last one is for OpenAI's cache and changes nothing here."""
+
+
+def _known_part(part: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    return _only_known(part, TEXT_PART, "text part", info) if part.get("type") == "text" else part
+
+
+ContentParts = Annotated[list[Annotated[dict[str, Any], AfterValidator(_known_part)]], Field(fail_fast=True)]
 
 
 class StreamOptions(Body):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-    include_obfuscation: OnlyFalse = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: OnlyFalse | None = None
 
 
 class Speculation(Body):
@@ -134,7 +151,7 @@ class Schema(Body):
 
 
 class JsonSchema(Schema):
-    name: str = ""
+    name: str | None = None
 
 
 class ResponseFormat(Body):
@@ -182,6 +199,7 @@ class RequestFields(NumberFields):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
 
 

@@ -131,7 +131,7 @@ class TextAnswer(ABC):
         usage, going_on = self.body.stream_options or StreamOptions(), len(self.readers)
         head = self.head | {"object": self.chunk_kind} | ({"usage": None} if usage.include_usage else {})
         totals_follow = usage.include_usage or self.body.show_drafts
-        so_far = partial(self._figures, usage=usage.include_usage and usage.continuous_usage_stats)
+        so_far = partial(self._figures, usage=bool(usage.include_usage and usage.continuous_usage_stats))
         unopened = set(range(len(self.readers)))
         async for index, delta in self.streams:
             first = index in unopened
