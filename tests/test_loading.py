@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MiniMaxM2Config
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
 from specdec.errors import CheckpointError, ConfigError
@@ -131,6 +131,25 @@ def test_return_dict_false_changes_nothing(make_target, make_assistant, tmp_path
         tokens = engine.generate([5, 6, 7], PARAMS)[0].token_ids
     with Engine.from_pretrained(target, config=CONFIG) as engine:
         assert engine.generate([5, 6, 7], PARAMS)[0].token_ids == tokens
+
+
+def test_a_chunk_size_changes_nothing_where_every_layer_is_full_or_sliding(make_target, tmp_path):
+    """MiMo-V2-Flash's config.json has one; it was refused as chunked attention."""
+    model = make_target("mimo_v2_flash")
+    model.save_pretrained(tmp_path)
+    with Engine.from_pretrained(edited(tmp_path, {"attention_chunk_size": 4}), config=CONFIG) as engine:
+        tokens = engine.generate([5, 6, 7], PARAMS)[0].token_ids
+    with Engine.from_pretrained(model, config=CONFIG) as engine:
+        assert engine.generate([5, 6, 7], PARAMS)[0].token_ids == tokens
+
+
+@pytest.mark.parametrize("rope", [{"rope_parameters": None, "rope_theta": 5e6}, {}], ids=["published", "saved again"])
+def test_only_the_channels_that_rotary_dim_counts_rotate(rope, tmp_path):
+    """In MiniMax-M2; transformers 5.17 reads no rotary_dim and rotated whole heads."""
+    MiniMaxM2Config(rotary_dim=64).save_pretrained(tmp_path)
+    config = Checkpoint.from_name(edited(tmp_path, rope)).hf_config()
+    assert config.rope_parameters["partial_rotary_factor"] * config.head_dim == 64
+    assert config.rope_parameters["rope_theta"] == 5e6 and config.name_or_path == str(tmp_path)
 
 
 @pytest.mark.parametrize("text", ['{"eos_token_id": ', "[1, 2]"])
