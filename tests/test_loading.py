@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from refusals import one_sentence
 from transformers import AutoModelForCausalLM, MiniMaxM2Config
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
@@ -52,6 +53,9 @@ def test_shards_are_read_and_a_missing_one_and_an_index_that_is_cut_off_are_name
     assert len(shards) > 1
     with Engine.from_pretrained(str(tmp_path), config=CONFIG) as engine:
         assert engine.generate(prompt, PARAMS)[0].token_ids == greedy_oracle(model, prompt, PARAMS.max_new_tokens)
+    index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]}))
+    with pytest.raises(CheckpointError, match=f'{index.name} has no "metadata", which transformers reads; add'):
+        Checkpoint.from_name(str(tmp_path)).load(torch.float32, CPU)
     shards[1].unlink()
     said = f"cannot be loaded: the checkpoint lacks {shards[1].name}, which {index.name} names$"
     with pytest.raises(CheckpointError, match=said):
@@ -158,6 +162,21 @@ def test_a_damaged_generation_config_is_named(text, make_target, tmp_path):
     make_target("llama").save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be read .*; download or copy it again"):
+        Engine.from_pretrained(str(tmp_path), config=CONFIG)
+
+
+@pytest.mark.parametrize("ends", ["3", 3.0, True, [3, None], [[3]]], ids=str)
+def test_end_tokens_that_are_no_ids_are_named(ends, make_target, tmp_path):
+    """Answers did not end, or requests ended in a TypeError."""
+    make_target("llama").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with one_sentence(CheckpointError, f"generation_config.json: eos_token_id={ends!r}, expected a token id or a list"):
+        Engine.from_pretrained(str(tmp_path), config=CONFIG)
+
+
+def test_a_folder_with_an_adapter_alone_says_what_to_give(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with one_sentence(CheckpointError, str(tmp_path), "holds a peft adapter and no model; load it with peft"):
         Engine.from_pretrained(str(tmp_path), config=CONFIG)
 
 

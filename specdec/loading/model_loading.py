@@ -39,6 +39,9 @@ from specdec.settings.plain_arguments import as_dtype
 logger = logging.getLogger("specdec")
 
 NO_GGUF = "GGUF files are not read; give a checkpoint of safetensors"
+ADAPTER_ALONE = (
+    "load it with peft onto its base and give the loaded model, or give a folder in which peft has merged them"
+)
 NO_NAMES = ("", "none", "null", "nan")
 """Strings that mean a missing value."""
 
@@ -83,6 +86,8 @@ class Checkpoint:
             if not file.is_file():
                 if any(file.parent.glob("*.gguf")):
                     raise CheckpointError(f"{self.name!r} holds no config.json: {NO_GGUF}")
+                if (file.parent / "adapter_config.json").is_file():
+                    raise CheckpointError(f"{self.name!r} holds a peft adapter and no model; {ADAPTER_ALONE}")
                 raise CheckpointError(f"{self.name!r} holds no config.json, so it is not a Hugging Face checkpoint")
             return file
         if self.name.startswith((".", "/", "~")) or self.name.count("/") > 1:
@@ -188,14 +193,14 @@ class Checkpoint:
                 f"{self.name!r}: tensor {key} is {list(stored)}, and by the config.json it would be {list(made)}; give "
                 "a config.json and weights that belong together"
             )
+        with about(f"{self.name!r} cannot be loaded"):
+            require_values_read(model, info["unexpected_keys"])
         missing = sorted(info["missing_keys"])
         if missing:
             raise CheckpointError(
                 f"{self.name!r}: the checkpoint lacks {len(missing)} tensors of {type(model).__name__}, {missing[0]} "
                 "first; they would be random numbers"
             )
-        with about(f"{self.name!r} cannot be loaded"):
-            require_values_read(model, info["unexpected_keys"])
         if info["unexpected_keys"]:
             logger.info("%s: %d tensors of the checkpoint are not used", self.name, len(info["unexpected_keys"]))
         placed = "device_map" in options or getattr(model, "is_quantized", False)  # quantisers place modules themselves
