@@ -6,6 +6,7 @@ passed on: revision, token, trust_remote_code, quantization_config, ...
 """
 
 import difflib
+import json
 import logging
 import os
 import re
@@ -137,7 +138,9 @@ class Checkpoint:
                     part.return_dict = True  # otherwise modules return tuples, of which nothing is named
             return read
         except Exception as error:  # its checks raise their own errors, and unchecked values raise anything
-            raise CheckpointError(f"the config.json of {self.name!r} cannot be used: {first_line(error)}") from error
+            trust = " If you trust it, give trust_remote_code=True (--trust-remote-code)"
+            reason = first_line(error) + (trust if "trust_remote_code" in str(error) else "")
+            raise CheckpointError(f"the config.json of {self.name!r} cannot be used: {reason}") from error
 
     def folder(self) -> Path:
         """The folder of all its files; downloads them from the hub if needed."""
@@ -270,6 +273,8 @@ def load_tokenizer(name: str | os.PathLike[str], options: Mapping[str, Any] | No
         require_hub(checkpoint.name, checkpoint.hub_options)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint.path, **checkpoint.hub_options)
+        if tokenizer.chat_template is None:
+            tokenizer.chat_template = _template_of_processor(checkpoint)
     except Exception as error:  # damaged files raise anything
         folder = Path(checkpoint.path)
         if not folder.is_dir() or any(folder.glob("tokenizer*")):
@@ -277,6 +282,14 @@ def load_tokenizer(name: str | os.PathLike[str], options: Mapping[str, Any] | No
         return None
     # without files, transformers makes up a tokenizer of only special tokens for some model types
     return tokenizer if len(tokenizer) > len(set(tokenizer.all_special_ids)) else None
+
+
+def _template_of_processor(checkpoint: Checkpoint) -> str | None:
+    """The chat template in chat_template.json, where older multimodal checkpoints have theirs; transformers reads it
+    for a processor only. None: there is none."""
+    quietly = dict.fromkeys(f"_raise_exceptions_for_{what}" for what in ("missing_entries", "connection_errors"))
+    file = cached_file(checkpoint.path, "chat_template.json", **checkpoint.hub_options, **quietly)
+    return None if file is None else json.loads(Path(file).read_text("utf-8"))["chat_template"]
 
 
 def pick_tokenizer(asked: Any | None, target: Any, options: Mapping[str, Any]) -> Any | None:
