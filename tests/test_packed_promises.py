@@ -238,6 +238,15 @@ def renamed(c: Checkpoint) -> None:
     c.tensors = {key.replace("model.layers.", "decoder.blocks."): tensor for key, tensor in c.tensors.items()}
 
 
+def int8_without_config(c: Checkpoint) -> None:
+    """bitsandbytes' names; its numbers were read as weights."""
+    c.config = None
+    for key in [key for key in c.tensors if key.endswith("weight_scale")]:
+        c.tensors[key.replace("weight_scale", "SCB")] = c.tensors.pop(key)
+        weight = key.removesuffix("_scale")
+        c.tensors[weight] = c.tensors[weight].float().to(torch.int8)
+
+
 def quantise_embeddings(c: Checkpoint) -> None:
     del c.tensors["model.embed_tokens.weight"]
     for name in ("weight_packed", "weight_scale", "weight_shape"):
@@ -332,6 +341,8 @@ DEFECTS: dict[str, tuple[list[str], Callable[[Checkpoint], Any], str]] = {
     "version 2 as 1": (["gptq-v2-plain"], configured(checkpoint_format="gptq"), r"qzeros has zeros of 9"),
     "version 1 as 2": (["gptq"], configured(checkpoint_format="gptq_v2"), r"qzeros has zeros of 7"),
     "no config": ([*NAMES], no_config, r"(zeros|scales?(_inv)?) is not used, and the module .* is"),
+    "no config, other shapes": (FP8S, both(no_config, replaced("words", lambda t: t[:, ::2])), r"{scales} is not used"),
+    "no config of int8": (["fp8-channel"], int8_without_config, r"SCB is not used, and the module .* is"),
     "names of another class": (
         LLAMA,
         renamed,

@@ -191,13 +191,13 @@ class Checkpoint:
                 f"{self.name!r} ({config.model_type}) cannot be loaded: {reason or first_line(error)}"
             ) from error
         model, info = loaded
+        with about(f"{self.name!r} cannot be loaded"):
+            require_values_read(model, info["unexpected_keys"])
         for key, stored, made in sorted(info["mismatched_keys"])[:1]:  # these would be random too
             raise CheckpointError(
                 f"{self.name!r}: tensor {key} is {list(stored)}, and by the config.json it would be {list(made)}; give "
                 "a config.json and weights that belong together"
             )
-        with about(f"{self.name!r} cannot be loaded"):
-            require_values_read(model, info["unexpected_keys"])
         missing = sorted(info["missing_keys"])
         if missing:
             raise CheckpointError(
