@@ -174,6 +174,14 @@ def test_end_tokens_that_are_no_ids_are_named(ends, make_target, tmp_path):
         Engine.from_pretrained(str(tmp_path), config=CONFIG)
 
 
+def test_end_tokens_of_a_multimodal_config_come_before_those_of_its_text(make_target, tmp_path):
+    """If a generation_config.json had none, those of the text part were taken, which has one by default."""
+    make_target("gemma4-multimodal").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{}")
+    with Engine.from_pretrained(edited(tmp_path, {"eos_token_id": [3, 77]}), config=CONFIG) as engine:
+        assert engine.end_tokens == {3, 77}
+
+
 def test_a_folder_with_an_adapter_alone_says_what_to_give(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with one_sentence(CheckpointError, str(tmp_path), "holds a peft adapter and no model; load it with peft"):
