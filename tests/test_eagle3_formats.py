@@ -210,10 +210,11 @@ PADDED = torch.zeros(64, dtype=torch.bool).index_fill_(0, IDS, True)
         {"vocab_size": 64, "t2d": PADDED},  # a vocabulary that is padded beyond the target's
         {"model_type": "qwen2", "max_window_layers": 64},  # SpecForge's for QwQ 32B and Phi 4: layers of Llama
         {"model_type": "phi3"},
+        {"num_hidden_layers": len(TARGET.layout.layers)},  # Vicuna 13B's, whose config.json counts its target's
         dict.fromkeys([*HARMLESS, "torch_dtype", "bos_token_id", "num_experts", "attention_dropout"], 7)
         | {"architectures": ["LlamaForCausalLMEagle3"]},
     ],
-    ids=["NVIDIA", "head_dim", "padded", "qwen2", "phi3", "harmless"],
+    ids=["NVIDIA", "head_dim", "padded", "qwen2", "phi3", "target's layers", "harmless"],
 )
 def test_what_changes_nothing_is_accepted(changes, folder) -> None:
     assert changed(folder, changes) == SPEC

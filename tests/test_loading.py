@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from refusals import one_sentence
+from transformers import AutoModelForCausalLM, MiniMaxM2Config
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
 from specdec.errors import CheckpointError, ConfigError
@@ -52,6 +53,9 @@ def test_shards_are_read_and_a_missing_one_and_an_index_that_is_cut_off_are_name
     assert len(shards) > 1
     with Engine.from_pretrained(str(tmp_path), config=CONFIG) as engine:
         assert engine.generate(prompt, PARAMS)[0].token_ids == greedy_oracle(model, prompt, PARAMS.max_new_tokens)
+    index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]}))
+    with pytest.raises(CheckpointError, match=f'{index.name} has no "metadata", which transformers reads; add'):
+        Checkpoint.from_name(str(tmp_path)).load(torch.float32, CPU)
     shards[1].unlink()
     said = f"cannot be loaded: the checkpoint lacks {shards[1].name}, which {index.name} names$"
     with pytest.raises(CheckpointError, match=said):
@@ -133,12 +137,54 @@ def test_return_dict_false_changes_nothing(make_target, make_assistant, tmp_path
         assert engine.generate([5, 6, 7], PARAMS)[0].token_ids == tokens
 
 
+def test_a_chunk_size_changes_nothing_where_every_layer_is_full_or_sliding(make_target, tmp_path):
+    """MiMo-V2-Flash's config.json has one; it was refused as chunked attention."""
+    model = make_target("mimo_v2_flash")
+    model.save_pretrained(tmp_path)
+    with Engine.from_pretrained(edited(tmp_path, {"attention_chunk_size": 4}), config=CONFIG) as engine:
+        tokens = engine.generate([5, 6, 7], PARAMS)[0].token_ids
+    with Engine.from_pretrained(model, config=CONFIG) as engine:
+        assert engine.generate([5, 6, 7], PARAMS)[0].token_ids == tokens
+
+
+@pytest.mark.parametrize("rope", [{"rope_parameters": None, "rope_theta": 5e6}, {}], ids=["published", "saved again"])
+def test_only_the_channels_that_rotary_dim_counts_rotate(rope, tmp_path):
+    """In MiniMax-M2; transformers 5.17 reads no rotary_dim and rotated whole heads."""
+    MiniMaxM2Config(rotary_dim=64).save_pretrained(tmp_path)
+    config = Checkpoint.from_name(edited(tmp_path, rope)).hf_config()
+    assert config.rope_parameters["partial_rotary_factor"] * config.head_dim == 64
+    assert config.rope_parameters["rope_theta"] == 5e6 and config.name_or_path == str(tmp_path)
+
+
 @pytest.mark.parametrize("text", ['{"eos_token_id": ', "[1, 2]"])
 def test_a_damaged_generation_config_is_named(text, make_target, tmp_path):
     """transformers passed it over, so that answers did not end."""
     make_target("llama").save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be read .*; download or copy it again"):
+        Engine.from_pretrained(str(tmp_path), config=CONFIG)
+
+
+@pytest.mark.parametrize("ends", ["3", 3.0, True, [3, None], [[3]]], ids=str)
+def test_end_tokens_that_are_no_ids_are_named(ends, make_target, tmp_path):
+    """Answers did not end, or requests ended in a TypeError."""
+    make_target("llama").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with one_sentence(CheckpointError, f"generation_config.json: eos_token_id={ends!r}, expected a token id or a list"):
+        Engine.from_pretrained(str(tmp_path), config=CONFIG)
+
+
+def test_end_tokens_of_a_multimodal_config_come_before_those_of_its_text(make_target, tmp_path):
+    """If a generation_config.json had none, those of the text part were taken, which has one by default."""
+    make_target("gemma4-multimodal").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{}")
+    with Engine.from_pretrained(edited(tmp_path, {"eos_token_id": [3, 77]}), config=CONFIG) as engine:
+        assert engine.end_tokens == {3, 77}
+
+
+def test_a_folder_with_an_adapter_alone_says_what_to_give(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with one_sentence(CheckpointError, str(tmp_path), "holds a peft adapter and no model; load it with peft"):
         Engine.from_pretrained(str(tmp_path), config=CONFIG)
 
 
@@ -244,9 +290,8 @@ def test_code_of_a_checkpoints_own_runs_when_it_is_trusted(make_target, greedy_o
     auto_map = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnForCausalLM"}
     edited(folder, {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": auto_map})
     config = EngineConfig(max_model_len=64)
-    with pytest.raises(CheckpointError, match="contains custom code") as error:
+    with one_sentence(CheckpointError, "contains custom code", "If you trust it, give trust_remote_code=True"):
         Engine.from_pretrained(folder, config=config)
-    assert "\n" not in str(error.value)
     engine = Engine.from_pretrained(folder, config=config, trust_remote_code=True)
     assert type(engine.target.model).__name__ == "OwnForCausalLM"
     prompt = [1, 2, 3]

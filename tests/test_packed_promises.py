@@ -229,8 +229,22 @@ def quantise_tied_head(c: Checkpoint) -> None:
 
 
 def no_config(c: Checkpoint) -> None:
-    """FP8 numbers are floats: transformers reads them without their scales, and says that these are not used."""
+    """FP8 numbers are floats: transformers reads them without their scales, and says that these are not used. Of other
+    formats it only said that their weights are missing."""
     c.config = None
+
+
+def renamed(c: Checkpoint) -> None:
+    c.tensors = {key.replace("model.layers.", "decoder.blocks."): tensor for key, tensor in c.tensors.items()}
+
+
+def int8_without_config(c: Checkpoint) -> None:
+    """bitsandbytes' names; its numbers were read as weights."""
+    c.config = None
+    for key in [key for key in c.tensors if key.endswith("weight_scale")]:
+        c.tensors[key.replace("weight_scale", "SCB")] = c.tensors.pop(key)
+        weight = key.removesuffix("_scale")
+        c.tensors[weight] = c.tensors[weight].float().to(torch.int8)
 
 
 def quantise_embeddings(c: Checkpoint) -> None:
@@ -326,7 +340,14 @@ DEFECTS: dict[str, tuple[list[str], Callable[[Checkpoint], Any], str]] = {
     "without zeros": (["awq"], configured(zero_point=False), r"qzeros has zeros of \d+"),
     "version 2 as 1": (["gptq-v2-plain"], configured(checkpoint_format="gptq"), r"qzeros has zeros of 9"),
     "version 1 as 2": (["gptq"], configured(checkpoint_format="gptq_v2"), r"qzeros has zeros of 7"),
-    "no config": (FP8S, no_config, r"weight_scale(_inv)? is not used, and the module .* is"),
+    "no config": ([*NAMES], no_config, r"(zeros|scales?(_inv)?) is not used, and the module .* is"),
+    "no config, other shapes": (FP8S, both(no_config, replaced("words", lambda t: t[:, ::2])), r"{scales} is not used"),
+    "no config of int8": (["fp8-channel"], int8_without_config, r"SCB is not used, and the module .* is"),
+    "names of another class": (
+        LLAMA,
+        renamed,
+        r"LlamaForCausalLM has no module for its \d+ quantised tensors, decoder\.",
+    ),
     # the order of columns
     "in any order": (GPTQ, lambda c: c.map("g_idx", lambda t: t.flip(0)), r"up_proj: .*grouped by importance"),
     "no order": (GPTQ, both(configured(desc_act=True), lambda c: c.tensors.pop(c.key("g_idx"))), r"lacks .*g_idx"),

@@ -102,6 +102,30 @@ def test_contents_that_are_understood(engine):
     assert text([SAY, calls]) == "<user>Hi\n<assistant>1 calls\n<model>"
 
 
+LOOP = "{% for m in messages %}{% for part in m.content %}{% if part['type'] == 'text' %}"  # LLaVA's and SmolVLM's
+
+
+@pytest.mark.parametrize(
+    ("template", "joint"),
+    [
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}", "\n"),
+        (LOOP + "{{ m.role }}: {{ part['text'] }}{% endif %}{% endfor %}{% endfor %}", "user: "),
+    ],
+    ids=["strings", "parts"],
+)
+@pytest.mark.parametrize("handling", ["allow", "escape"])
+def test_a_content_reaches_a_template_in_the_form_that_it_reads(handling, template, joint, engine):
+    """A loop over parts lost strings, and other templates wrote the list itself."""
+
+    def text(content):
+        chat = [{"role": "user", "content": content}]
+        ids = chat_ids(engine.tokenizer, chat, chat_template=template, special_tokens_in_content=handling)
+        return engine.decode(ids)
+
+    assert text("Hi") == text([{"type": "text", "text": "Hi"}]) == "user: Hi"
+    assert text([{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]) == f"user: H{joint}i"
+
+
 def test_chat_answers_one_conversation_or_many(engine):
     params = SamplingParams(max_new_tokens=5)
     messages = [SAY, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Go"}]

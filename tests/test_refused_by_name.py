@@ -1,6 +1,7 @@
 """Settings that used to be ignored or had no effect: each is now obeyed, or refused by name."""
 
 import errno
+import json
 import threading
 import warnings
 from pathlib import Path
@@ -78,6 +79,16 @@ def test_a_tokenizer_that_cannot_be_loaded_is_named_with_the_reason(without_toke
         (without_tokenizer / name).write_text(text)
         assert model_loading.load_tokenizer(without_tokenizer) is None
         assert f"the tokenizer of {str(without_tokenizer)!r} cannot be loaded: {why}" in caplog.text
+
+
+def test_the_template_of_a_processor_is_the_tokenizers_if_it_has_none(without_tokenizer):
+    """Older multimodal checkpoints have theirs in chat_template.json; messages were refused."""
+    tokenizer = model_loading.load_tokenizer("tiny-gemma4")
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    tokenizer.save_pretrained(without_tokenizer)
+    assert model_loading.load_tokenizer(without_tokenizer).chat_template is None
+    (without_tokenizer / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert model_loading.load_tokenizer(without_tokenizer).chat_template == template
 
 
 def test_a_tokenizer_that_is_given_needs_no_warning(without_tokenizer, caplog):

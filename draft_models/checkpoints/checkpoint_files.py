@@ -42,6 +42,10 @@ ANY = ValueKind("anything", lambda value: True)
 NAMES = ValueKind(
     "a list of names", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value)
 )
+TOKENS = ValueKind(
+    "a token id or a list of ids",
+    lambda value: all(type(each) is int for each in (value if isinstance(value, list) else [value])),
+)
 WITHIN: dict[str, ValueKind] = {
     **dict.fromkeys(("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings"), COUNT),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), COUNT),
@@ -130,6 +134,8 @@ def damaged_file(folder: Path) -> str | None:
             for file in sorted(set(_weight_map(index).values())):
                 if not file.is_file():
                     return f"the checkpoint lacks {file.name}, which {index.name} names"
+            if "metadata" not in json.loads(index.read_text("utf-8")):
+                return f'{index.name} has no "metadata", which transformers reads; add "metadata": {{}} to it'
         for file in sorted(folder.glob("*.safetensors")):
             with _reading(file), safe_open(file, "pt"):
                 pass
@@ -139,12 +145,14 @@ def damaged_file(folder: Path) -> str | None:
 
 
 def require_generation_config(folder: Path) -> None:
-    """Raise CheckpointError for a damaged generation_config.json. transformers would pass it over, and with it the
-    tokens that end an answer."""
+    """Raise CheckpointError for a damaged generation_config.json, or one whose end tokens are not ids. transformers
+    would pass it over, and with it the tokens that end an answer."""
     file = folder / "generation_config.json"
     if file.is_file():
         with _reading(file):
-            dict(json.loads(file.read_text("utf-8")))
+            ends = dict(json.loads(file.read_text("utf-8"))).get("eos_token_id")
+        if ends is not None and not TOKENS.holds(ends):
+            raise CheckpointError(f"{file.name}: eos_token_id={shown(ends)}, expected {TOKENS.allowed}")
 
 
 def _weight_map(index: Path) -> dict[str, Path]:

@@ -183,13 +183,15 @@ def _make_spec(files: HeadFiles, target: TargetInfo, aux_layers: Sequence[int] |
     ids = resolve_aux_ids(files.config, len(target.layout.layers), aux_layers) if reads_states else ()
     lm_head_normed, fed_back = read_norm_output(files.config, state.get("norm.weight"))
     table, head, t2d = (len(state[key]) if key in state else None for key in VOCABULARY_TENSORS)
-    stated = {
+    stated: dict[tuple[str, str], Any] = {
         ("vocab_size", "embed_tokens"): table,
         ("vocab_size", "t2d"): t2d,
         ("draft_vocab_size", "lm_head"): head,
         ("num_aux_hidden_states", "the list of states"): len(ids) or None,
         ("has_lm_head", "the file, by its lm_head.weight,"): False if head is None else None,
     }
+    if settings.get("num_hidden_layers") == len(target.layout.layers):
+        stated[("num_hidden_layers", "the file")] = None  # the target's, as in the config.json of Vicuna 13B's head
     files.require_same(stated, target)
     vocab, drafted = settings.get("vocab_size", table), settings.get("draft_vocab_size")
     if vocab is not None and vocab < target.vocab_size:

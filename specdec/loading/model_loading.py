@@ -6,6 +6,7 @@ passed on: revision, token, trust_remote_code, quantization_config, ...
 """
 
 import difflib
+import json
 import logging
 import os
 import re
@@ -39,6 +40,9 @@ from specdec.settings.plain_arguments import as_dtype
 logger = logging.getLogger("specdec")
 
 NO_GGUF = "GGUF files are not read; give a checkpoint of safetensors"
+ADAPTER_ALONE = (
+    "load it with peft onto its base and give the loaded model, or give a folder in which peft has merged them"
+)
 NO_NAMES = ("", "none", "null", "nan")
 """Strings that mean a missing value."""
 
@@ -83,6 +87,8 @@ class Checkpoint:
             if not file.is_file():
                 if any(file.parent.glob("*.gguf")):
                     raise CheckpointError(f"{self.name!r} holds no config.json: {NO_GGUF}")
+                if (file.parent / "adapter_config.json").is_file():
+                    raise CheckpointError(f"{self.name!r} holds a peft adapter and no model; {ADAPTER_ALONE}")
                 raise CheckpointError(f"{self.name!r} holds no config.json, so it is not a Hugging Face checkpoint")
             return file
         if self.name.startswith((".", "/", "~")) or self.name.count("/") > 1:
@@ -132,7 +138,9 @@ class Checkpoint:
                     part.return_dict = True  # otherwise modules return tuples, of which nothing is named
             return read
         except Exception as error:  # its checks raise their own errors, and unchecked values raise anything
-            raise CheckpointError(f"the config.json of {self.name!r} cannot be used: {first_line(error)}") from error
+            trust = " If you trust it, give trust_remote_code=True (--trust-remote-code)"
+            reason = first_line(error) + (trust if "trust_remote_code" in str(error) else "")
+            raise CheckpointError(f"the config.json of {self.name!r} cannot be used: {reason}") from error
 
     def folder(self) -> Path:
         """The folder of all its files; downloads them from the hub if needed."""
@@ -183,6 +191,8 @@ class Checkpoint:
                 f"{self.name!r} ({config.model_type}) cannot be loaded: {reason or first_line(error)}"
             ) from error
         model, info = loaded
+        with about(f"{self.name!r} cannot be loaded"):
+            require_values_read(model, info["unexpected_keys"])
         for key, stored, made in sorted(info["mismatched_keys"])[:1]:  # these would be random too
             raise CheckpointError(
                 f"{self.name!r}: tensor {key} is {list(stored)}, and by the config.json it would be {list(made)}; give "
@@ -194,8 +204,6 @@ class Checkpoint:
                 f"{self.name!r}: the checkpoint lacks {len(missing)} tensors of {type(model).__name__}, {missing[0]} "
                 "first; they would be random numbers"
             )
-        with about(f"{self.name!r} cannot be loaded"):
-            require_values_read(model, info["unexpected_keys"])
         if info["unexpected_keys"]:
             logger.info("%s: %d tensors of the checkpoint are not used", self.name, len(info["unexpected_keys"]))
         placed = "device_map" in options or getattr(model, "is_quantized", False)  # quantisers place modules themselves
@@ -265,6 +273,8 @@ def load_tokenizer(name: str | os.PathLike[str], options: Mapping[str, Any] | No
         require_hub(checkpoint.name, checkpoint.hub_options)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint.path, **checkpoint.hub_options)
+        if tokenizer.chat_template is None:
+            tokenizer.chat_template = _template_of_processor(checkpoint)
     except Exception as error:  # damaged files raise anything
         folder = Path(checkpoint.path)
         if not folder.is_dir() or any(folder.glob("tokenizer*")):
@@ -272,6 +282,14 @@ def load_tokenizer(name: str | os.PathLike[str], options: Mapping[str, Any] | No
         return None
     # without files, transformers makes up a tokenizer of only special tokens for some model types
     return tokenizer if len(tokenizer) > len(set(tokenizer.all_special_ids)) else None
+
+
+def _template_of_processor(checkpoint: Checkpoint) -> str | None:
+    """The chat template in chat_template.json, where older multimodal checkpoints have theirs; transformers reads it
+    for a processor only. None: there is none."""
+    quietly = dict.fromkeys(f"_raise_exceptions_for_{what}" for what in ("missing_entries", "connection_errors"))
+    file = cached_file(checkpoint.path, "chat_template.json", **checkpoint.hub_options, **quietly)
+    return None if file is None else json.loads(Path(file).read_text("utf-8"))["chat_template"]
 
 
 def pick_tokenizer(asked: Any | None, target: Any, options: Mapping[str, Any]) -> Any | None:

@@ -27,7 +27,16 @@ from transformers import PreTrainedModel
 from specdec.errors import ConfigError, UnsupportedModelError, first_line
 from specdec.gpu.operations import Operations
 from specdec.kvcache.layer_context import AttentionCall, Recurrence
-from specdec.kvcache.layout import CacheField, KVLayout, LayerSpec, Retention, attention_fields, layout_from_config
+from specdec.kvcache.layout import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    CacheField,
+    KVLayout,
+    LayerSpec,
+    Retention,
+    attention_fields,
+    layout_from_config,
+)
 from specdec.kvcache.recurrent_state import StateShape
 from specdec.models.probe import TEXT_LEN, refusing
 from specdec.models.recurrent_layers import replace_recurrent_modules
@@ -42,7 +51,8 @@ UNSUPPORTED_ATTRIBUTES = {
     "attention_chunk_size": "uses chunked attention",
     "index_topk": "uses sparse attention",
 }
-"""Config attributes that change the result in ways the runtime does not reproduce."""
+"""Config attributes that change the result in ways the runtime does not reproduce. A chunk size means nothing where
+`layer_types` calls every layer full or sliding, as in MiMo-V2-Flash, whose published config has one."""
 
 
 DYNAMIC_INT8 = ("torch.ao.nn.quantized", "torch.nn.quantized")
@@ -224,9 +234,10 @@ def require_supported(name: str, model: PreTrainedModel, config: Any) -> None:
         raise UnsupportedModelError(
             f"{name} ({type(model).__name__}) is an encoder-decoder; specdec serves decoder-only models"
         )
+    no_chunks = set(getattr(config, "layer_types", None) or [""]) <= {FULL_ATTENTION, SLIDING_ATTENTION}
     for attribute, what in UNSUPPORTED_ATTRIBUTES.items():
         value = getattr(config, attribute, None)
-        if value:
+        if value and not (no_chunks and attribute == "attention_chunk_size"):
             raise UnsupportedModelError(f"{name} {what} ({attribute}={value}), which specdec does not support")
 
 

@@ -30,14 +30,18 @@ def auto_class(config: Any) -> Any:
 
 
 def config_read_as(stored: Mapping[str, Any], path: str) -> Any:
-    """The config of a checkpoint at `path` with the config.json `stored`, in the class of another type.
+    """The config of a checkpoint at `path` with the config.json `stored`, if its own class does not read it right: in
+    the class of another type, or with the share of a head's channels that MiniMax-M2 rotates, which 5.17 passes over.
 
-    None: it has its own class.
+    None: its own class reads it.
     """
-    if stored.get("model_type") not in READ_AS:
-        return None
+    kind = str(stored.get("model_type"))
     own = {name: value for name, value in stored.items() if name not in ("model_type", "auto_map")}
-    config = AutoConfig.for_model(READ_AS[stored["model_type"]], **own)
+    if kind == "minimax_m2" and "rotary_dim" in own:
+        own.setdefault("partial_rotary_factor", own["rotary_dim"] / own["head_dim"])
+    elif kind not in READ_AS:
+        return None
+    config = AutoConfig.for_model(READ_AS.get(kind, kind), **own)
     config.name_or_path = path
     return config
 

@@ -297,7 +297,8 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
 
 def end_tokens(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]:
     """Ids that end a text: from the generation config, else the config, else the tokenizer."""
-    for source in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
+    config = model.config
+    for source in (getattr(model, "generation_config", None), config, config.get_text_config(), tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
             return frozenset(ids if isinstance(ids, (list, tuple)) else [ids])

@@ -7,6 +7,8 @@ import inspect
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -26,6 +28,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles that may be given to any template; a template raises for roles that it does not support."""
 A_LIST = 'a list of messages {"role": ..., "content": ...} is expected'
 NONE_CONTENT = re.compile(r"""\bcontent["']?\]? +(is +(not +)?|[=!]= *)[nN]one\b""")
+WORD, UNREAD = "qzxw", "xqzj"
+"""What no template has: a content for its trial, and a key that it does not read."""
 INSTEAD_OF_CONTENT = ("tool", "function", "reasoning", "thinking")
 """Prefixes of keys with which a message needs no content."""
 
@@ -148,17 +152,47 @@ def chat_ids(
 def _templated(tokenizer: Any, chat: list[dict[str, Any]], /, *, tokenize: bool, **options: Any) -> Any:
     """Text or token ids of a chat from transformers' `apply_chat_template`.
 
-    From version 5.24 on it drops a content of None from its message, so that `content is none` is false. If a template
-    tests for none, the content is passed here.
+    Contents are passed as the template reads them. From version 5.24 on transformers drops a content of None from its
+    message, so that `content is none` is false. If a template tests for none, the content is passed here.
     """
-    usual = getattr(type(tokenizer), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template
-    if usual and any(message.get("content", "") is None for message in chat):
+    if getattr(type(tokenizer), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template:
         template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
-        if asks_for_none(template):
-            told = {**tokenizer.special_tokens_map, **options, "chat_template": template}
-            texts, _ = cast(Any, render_jinja_template(conversations=[chat], **told))
-            return text_ids(tokenizer, texts[0], special_tokens=False) if tokenize else texts[0]
+        chat = [_as_read(message, *contents_read(tokenizer, template)) for message in chat]
+        if any(message.get("content", "") is None for message in chat) and asks_for_none(template):
+            text = _rendered(tokenizer, template, chat, **options)
+            return text_ids(tokenizer, text, special_tokens=False) if tokenize else text
     return tokenizer.apply_chat_template(chat, tokenize=tokenize, return_dict=False, **options)
+
+
+def _rendered(tokenizer: Any, template: str, chat: list[dict[str, Any]], **options: Any) -> str:
+    told = {**tokenizer.special_tokens_map, **options, "chat_template": template}
+    texts, _ = cast(Any, render_jinja_template(conversations=[chat], **told))
+    text: str = texts[0]
+    return text
+
+
+@lru_cache(maxsize=16)
+def contents_read(tokenizer: Any, template: str) -> tuple[bool, bool]:
+    """Does a chat template write contents that are strings? Those that are lists of parts? A string in a loop over
+    parts is lost, and a list that is written as it is shows Python's brackets and keys."""
+
+    def writes(content: Any) -> bool:
+        with suppress(Exception):  # a template is a program: it can raise anything
+            text = _rendered(tokenizer, template, [{"role": "user", "content": content}])
+            return WORD in text and UNREAD not in text
+        return False
+
+    return writes(WORD), writes([{"type": "text", "text": WORD, UNREAD: UNREAD}])
+
+
+def _as_read(message: dict[str, Any], strings: bool, parts: bool) -> dict[str, Any]:
+    """The message with its content as a template reads it: a string as one part, or parts joined by line ends."""
+    content = message.get("content")
+    if isinstance(content, str) and parts and not strings:
+        return {**message, "content": [{"type": "text", "text": content}]}
+    if isinstance(content, (list, tuple)) and strings and not parts:
+        return {**message, "content": "\n".join(part["text"] for part in content)}
+    return message
 
 
 def as_messages(messages: Any) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from specdec.errors import CheckpointError, UnsupportedModelError, about
 from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_modules import PackedExperts, PackedLinear
 from specdec.layers.packed.packed_weight import PackedWeight, join_weights
-from specdec.models.quantised.quantised_weights import QuantisedWeights, StoredWeight
+from specdec.models.quantised.quantised_weights import PLAIN_TYPES, QuantisedWeights, StoredWeight
 from specdec.models.quantised.quantization_config import Quantization
 
 METHOD = "specdec-packed"
@@ -89,6 +89,12 @@ class PackedQuantizer(HfQuantizer):
         """
         self.quantised = QuantisedWeights(self.model, weight_conversions, self.stored, self.promised)
         if not self.quantised.keys:
+            packed = sorted(key for key, tensor in self.stored.items() if tensor.dtype not in PLAIN_TYPES)
+            if packed:
+                raise CheckpointError(
+                    f"{type(self.model).__name__} has no module for its {len(packed)} quantised tensors, {packed[0]} "
+                    "first; give a config.json and weights that belong together"
+                )
             raise CheckpointError("its config.json says that it is quantised, but none of its tensors is")
         for path in self.quantised.by_module:
             biases = nn.Module()  # replaces it while transformers loads the rest of the model

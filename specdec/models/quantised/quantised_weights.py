@@ -45,7 +45,7 @@ PLAIN_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 IGNORABLE = re.compile(r"(k|v|kv)_scale|(k|v)_zero_point")
 """Scales for 8-bit K/V. They are not read, since they multiply no weight."""
 
-CHANGES_VALUES = re.compile(r"(scales?(_inv|_\d+)?|zeros?|zero_points?|bias)$")
+CHANGES_VALUES = re.compile(r"(scales?(_inv|_\d+)?|SCB|zeros?|zero_points?|bias)$")
 
 OF_ALL_EXPERTS = re.compile(r"(?P<stem>.+\.experts\.\w+)_(?P<name>blocks|scales)")
 """Keys of tensors that hold all experts, in formats whose joint is "_"."""
