@@ -115,7 +115,7 @@ class DraftBlock(ABC):
         nodes = torch.arange(num_nodes, device=device)
         words = torch.arange(-(-num_nodes // WORD), device=device)
         bits = (nodes[:, None] // WORD == words).long() << (nodes % WORD)[:, None]  # [M, words]
-        # bits of the node itself; in a row, of the nodes before it too; or of all nodes
+        # the keys that a node sees: its own (`enter_level` adds its ancestors'); or those up to its own; or all
         if draft.order is NodeOrder.MUTUAL:
             self.bits_of = bits.sum(0, keepdim=True).expand_as(bits)
         else:

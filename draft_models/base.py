@@ -36,7 +36,7 @@ and noise. A drafter that draws with it proposes the token that the target would
 BestOf = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 """(logits [B, K, V], positions [B, K], count C) -> tokens [B, K, C] and their log-probabilities given the noise,
 float32, best first. The first is the token that `SampleFunction` draws; trees branch to the others, which the target
-may draw instead if its logits differ a little."""
+may draw if its logits differ a little from the drafter's."""
 
 
 class TargetInfo(Protocol):
@@ -187,7 +187,8 @@ class Drafter(Protocol):
     - `aux_layers`: target states that it reads besides the final one, each named by the layer it enters (`num_layers`:
       the output of the last layer, before the final norm)
     - `kv_layout`: layers with K/V of its own, at the slots of the target's tokens, each in the group of its window;
-      None: it keeps none. They must depend only on the tokens up to the next one, since the prefix cache shares them
+      None: it keeps none. K/V of a token may depend only on the tokens up to the next one, since the prefix cache
+      shares them
     - `extra_keys`: committed keys on sliding layers that it reads beyond a window
     - `reread`: tokens at the end of a cached prefix that it observes again, without storing
     - `reads_every_state`: it reads the final state of every prompt token; False: at most that of the last one, so the
@@ -250,7 +251,7 @@ class _WithDefaults:
 
 
 def with_defaults(drafter: Drafter) -> Drafter:
-    """The drafter; if it does not inherit from `Drafter` and lacks attributes, with the defaults of those."""
+    """Returns the drafter itself, or, if it lacks attributes of `Drafter`, a wrapper that adds their defaults."""
     if all(hasattr(drafter, name) for name in Drafter.__annotations__):
         return drafter
     return cast(Drafter, _WithDefaults(drafter))

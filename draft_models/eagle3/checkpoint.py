@@ -174,8 +174,8 @@ def _was_saved_by(config: Config, first: tuple[int, int]) -> bool:
 
 
 def _make_spec(files: HeadFiles, target: TargetInfo, aux_layers: Sequence[int] | None) -> Eagle3Spec:
-    """Make the spec from config and tensors. Checks everything that two of config, tensors and target state, except
-    shapes."""
+    """Make the spec from config and tensors. Where two of config, tensors and target state a value, they must agree;
+    shapes are checked later."""
     settings, state = files.settings, files.state
     if FIRST_TENSOR not in state:
         raise UnsupportedModelError(f"there is no {FIRST_TENSOR} (or midlayer); specdec runs Llama-type layers")

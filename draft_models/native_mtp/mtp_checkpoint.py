@@ -90,8 +90,8 @@ def module_tensors(names: Iterable[str], num_layers: int) -> list[dict[str, str]
 
 
 def _is_module(names: Mapping[str, str]) -> bool:
-    """Is it named as a module, or does it have a module's norms? Otherwise it is a layer of a longer model or of
-    another tower."""
+    """Are these the tensors of a module, by their names or a module's norms? Otherwise they are a layer of a longer
+    model or of another tower."""
     norms = tuple(f"{part}." for part in REQUIRED)
     return any(place.startswith(norms) or ".mtp" in f".{key}" for place, key in names.items())
 

@@ -225,14 +225,14 @@ class CaptureStore:
     def _make(self, shape: Hashable, programs: Sequence[Program], pool: str) -> None:
         """Capture these programs; evict the least recently used captures until they fit the budget.
 
-        Raises what a program raises. Out of memory is raised only after all other captures were evicted and the capture
-        was tried again (at once for SPARE_POOL). Raises OverBudget when the capture does not fit the budget alone (for
-        SPARE_POOL: next to those of other pools), recorded twice.
+        Raises any error of a program. Out of memory is raised only after all other captures were evicted and the
+        capture was tried again (at once for SPARE_POOL). Raises OverBudget if the capture alone (for SPARE_POOL: next
+        to those of other pools), even recorded anew, exceeds the budget.
         """
         self._record(shape, programs, pool)
         while self._over() and (others := self._evictable(pool)):
             self._evict(others[0])
-        if self._over():  # in a pool that has grown for others, perhaps
+        if self._over():  # perhaps its pool grew for others: record it in a new one
             self._drop(shape)
             self._record(shape, programs, pool)
         if self._over():

@@ -1,13 +1,13 @@
-"""A model described by its config and modules: everything that is known of a target before weights are read. Configs,
-placements and stacks of layers that the runtime does not reproduce are refused, before anything runs.
+"""Describes a target from its config and modules, before weights are read. Refuses configs, placements and stacks of
+layers that the runtime does not reproduce, before anything runs.
 
     layout           layer types and owners by the config; heads, sizes and windows by each layer's first attention call
     context length   by the config
 
-Configs describe heads and sizes in too many ways, so the calls count. For example, multi-head latent attention expands
-K to 192 and V to 128 numbers per head while `config.head_dim` is 64; and a window may or may not count the query's own
-key. Whether a layer has a window is taken from the config, since some classes apply windows only in a mask; if call and
-config disagree, the probe refuses the model.
+Configs describe heads and sizes in too many ways, so the recorded calls decide. For example, multi-head latent
+attention expands K to 192 and V to 128 numbers per head while `config.head_dim` is 64; and a window may or may not
+count the query's own key. Whether a layer has a window is taken from the config, since some classes apply windows only
+in a mask; if call and config disagree, the probe refuses the model.
 
 Invariant of the context length: up to `max_len` tokens, the encoding of a position does not depend on the other rows of
 a forward, so neither a batch nor a draft can change a request. RoPE of the types `longrope` and `dynamic` changes its

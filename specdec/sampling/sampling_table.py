@@ -121,7 +121,7 @@ class SamplingTable:
         before, features = self._last
         if before != list(params):  # the same object is not compared field by field
             features = SamplerFeatures.from_params(params)
-        self._last = list(params), features  # these objects, even if equal to the last
+        self._last = list(params), features  # keep these objects: comparing them again is quick
         return features
 
     def load_biases(self, rows: IntArray, params: Sequence[SamplingParams], features: SamplerFeatures) -> None:

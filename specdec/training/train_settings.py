@@ -26,7 +26,7 @@ KINDS_OF: dict[str, tuple[DrafterKind, ...]] = {
     **dict.fromkeys(("causal", "mask_token"), ("block",)),
     **dict.fromkeys(("finetune", "conventions"), ("mtp",)),
 }
-"""Kinds of drafters that have an option of the shape; the others would ignore it."""
+"""Kinds of drafters to which a shape option applies; other kinds refuse it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,8 +33,8 @@ from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
 ACTIVATIONS = ("gelu_tanh", "silu", "silu_clamped", "swiglu_clamped")
 
 FEW_SLOTS = 256
-"""Up to this number of assignments of at most UNLISTED_ROWS rows are few: each program finds its expert's assignments
-itself. Others are listed first."""
+"""Most assignments for which no list is made (`are_few`; also at most UNLISTED_ROWS rows): each program then finds its
+expert's assignments itself."""
 
 
 class Experts(NamedTuple):
