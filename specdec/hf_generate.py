@@ -336,7 +336,7 @@ def _refusal(name: str, value: Any, source: str) -> str:
 
 def _either_name(name: str, value: Any, alias: str, other: Any) -> Any:
     if value is not None and other is not None:
-        raise ConfigError(f"{name} and {alias} are two names of one thing; give one of them")
+        raise ConfigError(f"{name} and {alias} are two names of one argument; give one of them")
     return value if other is None else other
 
 

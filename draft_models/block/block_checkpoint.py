@@ -74,7 +74,7 @@ def resolve_layer_ids(ids: list[Any] | None, target_layers: int, key: str = OUTP
     """
     if ids is None:
         raise CheckpointError(
-            f"config.json says no {key}, the target layers whose states the drafter reads; every published "
+            f"config.json has no {key}, the target layers whose states the drafter reads; every published "
             "block drafter has them, so take them from where it was published or trained"
         )
     first = -1 if key == OUTPUT_IDS else 0

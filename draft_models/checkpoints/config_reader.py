@@ -124,7 +124,7 @@ class HeadFiles(NamedTuple):
         if head_dim % 2 or not head_dim:
             raise UnsupportedModelError(f"head_dim={head_dim}; RoPE turns pairs of numbers, so it must be even")
         if fields.get("hidden_act", "silu") not in ACT2FN:
-            raise UnsupportedModelError(f"hidden_act={fields['hidden_act']!r} is no activation that transformers knows")
+            raise UnsupportedModelError(f"hidden_act={fields['hidden_act']!r} is not an activation of transformers")
         return {**fields, "biases": self.biases}
 
     @property
@@ -194,7 +194,7 @@ def read_settings(config: Config, form: Format) -> HeadSettings:
         if key.merged and settings.setdefault(name, value) != value:
             raise CheckpointError(f"{name} is {settings[name]} in one place of its config and {value} in another")
     if missing := [name for name, key in form.keys.items() if key.required and name not in settings]:
-        raise CheckpointError(f"config.json says no {missing[0]}")
+        raise CheckpointError(f"config.json has no {missing[0]}")
     kind, heads = settings.get("model_type", form.layers[0]), settings["num_attention_heads"]
     head_dim = QWEN3_HEAD_DIM if kind == "qwen3" else settings["hidden_size"] // heads
     return {"num_key_value_heads": heads, "head_dim": head_dim, "model_type": kind, **settings}

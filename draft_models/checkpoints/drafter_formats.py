@@ -153,8 +153,8 @@ def why_refused_speculator(config: Config) -> str | None:
     if kind in (None, "eagle3", "mtp", *SPECULATORS_BLOCK_TYPES):
         return None
     return (
-        f"a {kind} drafter in speculators' format; of that format specdec reads mtp, eagle3, "
-        f"{' and '.join(SPECULATORS_BLOCK_TYPES)}, so use one of these for the same target"
+        f"a {kind} drafter in speculators' format; specdec reads mtp, eagle3, "
+        f"{' and '.join(SPECULATORS_BLOCK_TYPES)} in that format, so use one of these for the same target"
     )
 
 

@@ -58,7 +58,7 @@ def fuse_in_place(
             setattr(owner, part, form)
         error = (_undisturbed(probed, module) - expected).norm(dim=-1) / expected.norm(dim=-1)
         bound = FUSED_BOUND * math.sqrt(1 + num_layers)
-        reason = None if error.median() <= bound else "its fused layers compute something else than its own"
+        reason = None if error.median() <= bound else "its fused layers do not compute the same as its modules"
     except torch.OutOfMemoryError:
         raise
     except Exception as refusal:  # of any kind, since kernels are compiled here

@@ -132,8 +132,8 @@ def native_mtp_drafter(
             for place, stored in state.items():
                 if load_packed is None and not is_unquantised(stored):
                     raise UnsupportedModelError(
-                        f"its MTP tensor {names[place]} is packed ({stored.dtype}), and no quantization_config that is "
-                        "read next to it says how; give drafter=DIR of the unquantised checkpoint"
+                        f"its MTP tensor {names[place]} is packed ({stored.dtype}), and its config.json has no "
+                        "supported quantization_config; give drafter=DIR of the unquantised checkpoint"
                     )
             for part, own in (("embed", target.embed), ("head", target.user_head)):
                 if (tensor := state.get(f"{part}.weight")) is not None and equals_weight(tensor, own):

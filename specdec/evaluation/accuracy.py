@@ -156,7 +156,7 @@ def evaluate(
                 update(len(records))
         except KeyboardInterrupt as stop:
             done = set().union(*(batch for batch in batches if records.keys() >= ask.keys(batch)))
-            where = f", kept in {folder}: the same command goes on" if folder else ""
+            where = f", kept in {folder}: the same command continues" if folder else ""
             finished = [record for record in records.values() if record["index"] in done]
             made = report(finished) if finished and state.num_processes == 1 else None
             raise Interrupted(f"{len(done)} of {len(chosen)} problems are finished{where}", made) from stop
@@ -296,6 +296,6 @@ def _lines_of(path: Path) -> list[Record]:
         except ValueError:
             record = None
         if not isinstance(record, dict) or (lines and "batch" not in record):
-            raise ConfigError(f"{path}:{number} is no transcript of this version; use another folder")
+            raise ConfigError(f"{path}:{number} is not a transcript of this version; use another folder")
         lines.append(record)
     return lines

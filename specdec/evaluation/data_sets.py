@@ -141,7 +141,7 @@ def _problem(name: str, row: Mapping[str, Any], where: str) -> Problem:
 
 def _user_turn(message: Any, where: str) -> str:
     if not isinstance(message, dict) or message.get("role") != "user" or not isinstance(message.get("content"), str):
-        raise ConfigError(f"{where}: 'messages' has one that is no user's text; user turns alone are read")
+        raise ConfigError(f"{where}: 'messages' holds one that is not a user's text; only user turns are read")
     text: str = message["content"]
     return text
 

@@ -227,7 +227,7 @@ class CaptureStore:
 
         Raises any error of a program. Out of memory is raised only after all other captures were evicted and the
         capture was tried again (at once for SPARE_POOL). Raises OverBudget if the capture alone (for SPARE_POOL: next
-        to those of other pools), even recorded anew, exceeds the budget.
+        to those of other pools), even recorded again, exceeds the budget.
         """
         self._record(shape, programs, pool)
         while self._over() and (others := self._evictable(pool)):

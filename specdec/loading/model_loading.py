@@ -75,7 +75,7 @@ class Checkpoint:
         """Its config.json. Raises CheckpointError in one sentence."""
         known = f"give a checkpoint folder, a hub id, or one of {', '.join(BUNDLED_NAMES)}"
         if self.name.strip().lower() in NO_NAMES:
-            raise CheckpointError(f"{self.name!r} names no checkpoint; {known}; a drafter of None is no drafter")
+            raise CheckpointError(f"{self.name!r} names no checkpoint; {known}; for no drafter, pass None")
         if self.name.lower().endswith(".gguf"):
             raise CheckpointError(f"{self.name!r}: {NO_GGUF}")
         if Path(self.path).is_dir():
@@ -172,9 +172,7 @@ class Checkpoint:
         except Exception as error:  # transformers raises many kinds of errors for a checkpoint
             unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if unknown is not None and unknown[1] in self.options:
-                raise ConfigError(
-                    f"{unknown[1]} is no loading argument that transformers knows; leave it out"
-                ) from error
+                raise ConfigError(f"{unknown[1]} is not a loading argument of transformers; leave it out") from error
             reason = damaged_file(self.config_file.parent)
             from_files = reason is not None or isinstance(error, (OSError, RuntimeError, SafetensorError))
             if isinstance(error, SpecDecError):  # such as broken promises about packed weights

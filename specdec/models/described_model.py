@@ -236,8 +236,8 @@ def require_placed(name: str, model: PreTrainedModel) -> None:
         if type(module).__module__.startswith(DYNAMIC_INT8):
             raise UnsupportedModelError(
                 f"{name} is quantised dynamically (its module {path} is a {type(module).__module__}."
-                f"{type(module).__name__}), which specdec does not support: activations are rounded by the batch "
-                "that they are in; give the model before quantisation, or quantise its weights alone"
+                f"{type(module).__name__}), which specdec does not support: rounding of activations depends on "
+                "the batch; give the model before quantisation, or quantise its weights alone"
             )
     placement = getattr(model, "hf_device_map", None) or {}
     devices = {str(device) for device in placement.values()} | {w.device.type for w in model.parameters()}

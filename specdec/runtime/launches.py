@@ -235,7 +235,7 @@ class Launches:
     ) -> None:
         """Update the draft policy from a settled round.
 
-        gained: output tokens of all its requests together; 0 in a round without drafts, where they are not counted.
+        gained: output tokens of all its requests together; 0 in a round without drafts, whose tokens are not counted.
         seconds: since the end of the previous round if the device ran without a pause between them, else since the
         start of this round.
         """
@@ -292,7 +292,8 @@ def _settle(request: Request, *gained: Any) -> None:
 
 
 def _select_present(values: Any, present: Sequence[int]) -> Any:
-    """Those of the requests numbered `present`, of a list or an array by request; the same object if all are."""
+    """Select the entries at indices `present` of a list or array by request; returns `values` itself if all are
+    present."""
     if len(present) == len(values):
         return values
     return values[present] if isinstance(values, np.ndarray) else [values[i] for i in present]

@@ -70,7 +70,7 @@ class RequestStats:
     def accepted_per_position(self) -> list[float]:
         """For each depth, the share of accepted drafts among the rounds that had a draft at this depth."""
         by_depth = zip(self.accepted_counts, self.drafted_counts, strict=False)  # older records lack the second
-        return [accepted / drafted for accepted, drafted in by_depth if drafted]  # zeros: taken out by `add`, and last
+        return [accepted / drafted for accepted, drafted in by_depth if drafted]  # `add` may leave zeros at the end
 
     def copy(self) -> "RequestStats":
         """Copy these figures; lists are replaced, never changed, so they are shared."""
@@ -100,8 +100,8 @@ _SUMS = tuple(name for name in _NAMES if name not in _BY_DEPTH)
 
 
 class RowTotals:
-    """Sums of each row's rounds. shares: a request's SECONDS of the newest round. num_drafted: its nodes, without the
-    root. settled_at: when it was settled, on the host's clock."""
+    """Sums of each row's rounds. Of the newest round: shares, one request's part of each of SECONDS; num_drafted, its
+    nodes without the root; settled_at, the host's time when it was settled."""
 
     def __init__(self, num_rows: int) -> None:
         self.shares = [0.0] * len(SECONDS)

@@ -1,7 +1,7 @@
 """Reports of how drafts did. In words: one sentence for the log, benchmarks, command line and examples. As counts: for
 statistics, metrics and the doctor, and under the names of vLLM for its clients and benchmarks.
 
-Those of vLLM skip rounds without drafts. A tree counts by its depth, not by its nodes.
+vLLM's counts skip rounds without drafts. A tree counts by its depth, not by its nodes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ class DraftStats(NamedTuple):
         if not tokens:
             return "the first rounds are timed without"
         if self.judged > 20 * self.begun:
-            return f"of {self.judged} drafts that were tried {self.begun} began with a token that was accepted"
+            return f"the first token was accepted in {self.begun} of {self.judged} drafts that were tried"
         plain, *rates = np.divide(tokens, milliseconds).tolist()
         best = 1 + rates.index(max(rates))
         found = (

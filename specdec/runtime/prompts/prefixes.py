@@ -117,7 +117,7 @@ class PrefixPolicy:
             self._cache = PrefixCache(cache.table, needs_next_token=shared, states=cache.state_cache())
             self._table = cache.table
             self._made_by = weights_version()
-            self._began: IntArray = np.zeros(cache.table.max_requests, dtype=np.int64)  # era by row
+            self._began: IntArray = np.zeros(cache.table.max_requests, dtype=np.int64)  # era of each row's beginning
             self._in_progress = PromptsInProgress(self._cache)
 
     def should_wait_for_prefix(self, request: Request, rank: Rank) -> bool:

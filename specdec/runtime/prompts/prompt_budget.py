@@ -44,7 +44,7 @@ GAP_SHARE = 0.5
 
 PROMISED_GAP = 0.25
 """Upper bound, in seconds, on the time between two tokens of a decoding request, however many prompts wait. A reader
-needs twice as long for a dozen words; an H200 prefills 8,192 tokens of a 10B model in it."""
+needs twice as long for a dozen words; an H200 prefills 8,192 tokens of a 10B model in that time."""
 
 PART_SHARE = 0.4
 """GAP_SHARE for parts of a divided forward. It is smaller, since the step's other work must fit into half a round
