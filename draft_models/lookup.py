@@ -58,7 +58,7 @@ class NgramDrafter(StatelessDrafter):
 
     def propose(self, batch: DraftBatch) -> DraftTree:
         newest = newest_tokens(batch.history, batch.history_len, self.max_ngram)
-        match = find_matches(batch.history, batch.history_len, newest, 1)  # of no token: the root repeats
+        match = find_matches(batch.history, batch.history_len, newest, 1)  # without a match, the root repeats
         steps = torch.arange(batch.num_steps, device=newest.device) % match.period
         drafts = batch.history.gather(1, match.after + steps)  # [B, num_steps]
         return DraftTree.chain(torch.cat([batch.root[:, None], drafts], dim=1))

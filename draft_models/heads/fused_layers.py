@@ -24,7 +24,7 @@ from specdec.modules.weight_watch import RepointableModule
 logger = logging.getLogger("specdec")
 
 Parts = Sequence[tuple[Any, str, object]]
-"""(owner, name of its attribute, what it is set to)."""
+"""(owner, name of its attribute, new value)."""
 LLAMA = FAMILIES["llama.LlamaModel"]
 
 FUSED_BOUND = 0.03

@@ -134,7 +134,7 @@ def evaluate(
     with ExitStack() as stack:
         keep = Path(folder or stack.enter_context(TemporaryDirectory()))
         found = gather_object(read_transcripts(keep, settings))
-        # of batches that are made now: the size of a batch may change how many drafts are accepted
+        # only records of the present batches: another batch size may change how many drafts are accepted
         present = {fingerprint(problems, batch) for batch in batches}
         records = {(record["index"], record["turn"]): record for record in found if record["batch"] in present}
         file = stack.enter_context(open_transcripts(keep, settings, state.process_index))

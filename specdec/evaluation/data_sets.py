@@ -148,7 +148,7 @@ def _user_turn(message: Any, where: str) -> str:
 
 EXEMPLARS = read_prompts(BUNDLED_DIR / "gsm8k_exemplars.jsonl")
 NEXT_PROBLEM = "Question:"
-"""Stop string after worked examples: without it a model goes on to invent the next problem."""
+"""Stop string after worked examples: without it a model continues with an invented problem."""
 
 
 def question_text(question: str, chat: bool, shots: int, instruction: str) -> str:

@@ -101,7 +101,7 @@ def next_power_of_two(size: int) -> int:
 
 
 def default_budget(*devices: torch.device) -> int | None:
-    """Default of `EngineConfig.max_capture_bytes` on these devices: what the fullest device can give. None: nothing is
+    """Default of `EngineConfig.max_capture_bytes` on these devices, as the fullest of them allows. None: nothing is
     captured on these devices."""
     if devices[0].type != "cuda":
         return None

@@ -189,8 +189,8 @@ class PeerRanks(Ranks):
         return [out.view(parts[0].shape) for out in whole]
 
     def _exchange(self, parts: Sequence[torch.Tensor], owners: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Every rank pushes its part, or what it owns of the whole, and waits for the others -> the whole, flat, on
-        each."""
+        """Every rank pushes its part, or the parts of the whole that it owns, and waits for the others -> the whole,
+        flat, on each."""
         num_whole = parts[0].numel() * (len(self) if owners[0] is None else 1)
         assert num_whole <= self.room, f"{num_whole=} {self.room=}"
         first = self._step % 2 * self.room

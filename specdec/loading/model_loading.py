@@ -129,7 +129,7 @@ class Checkpoint:
             read = config_read_as(self.config, self.path) or AutoConfig.from_pretrained(self.path, **self.hub_options)
             for part in (read, *(getattr(read, name, None) for name in read.sub_configs)):
                 if part is not None:
-                    part.return_dict = True  # otherwise modules return tuples, of which nothing is named
+                    part.return_dict = True  # otherwise modules return tuples without names
             return read
         except Exception as error:  # its checks raise their own errors, and unchecked values raise anything
             raise CheckpointError(f"the config.json of {self.name!r} cannot be used: {first_line(error)}") from error

@@ -75,7 +75,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseReport:
-    """All cells of a run, and what was measured.
+    """All cells of a run, and its conditions.
 
     subject: the pair or the shape. shrunk: how the shape was made smaller. assumed: acceptance lengths are supposed,
     not measured. weights: how target and drafter store theirs.

@@ -251,7 +251,7 @@ class Launches:
         """Count a settled round, and its accepted drafts unless the lookup next to a model drafted them."""
         self.totals.batches += 1
         self.totals.batch_seconds += sum(result.seconds.values())
-        if self._captured:  # then the host's time is hidden
+        if self._captured:  # the host works while the device does, so its time does not count
             self._scheduler.prompt_gap.learn_round(sum(result.seconds.values()))
         if not by_lookup:
             drafted = (result.draft_depth > 0) & (result.forced == 0)

@@ -133,7 +133,7 @@ class SamplingTable:
         biases = self._biases[features.bias]
         for row, each in zip(rows.tolist(), params, strict=True):
             if not each.logit_bias and not biases.host[row].any():
-                continue  # it holds nothing
+                continue  # no biases, and the cells are clear
             packed = pack_bias(each.logit_bias or {}, features.bias)
             if (biases.host[row] != packed).any():
                 biases[row] = packed

@@ -208,7 +208,7 @@ def gemm_small_kernel(
         i_m, i_n, i_split = row_tile, weight_tile, split
     if START != "holds":
         trigger_next(PDL)
-    PARTS: tl.constexpr = 1 if ACTIVATION is None else 2  # of a tile: gates, then what they gate
+    PARTS: tl.constexpr = 1 if ACTIVATION is None else 2  # of a tile: gate rows, then up rows
     p_w, p_scale, p_zero, m_w, m_n = weight_rows(
         *(p_w, p_scales, p_zeros, i_n, tile_rows, N, s_w, CODE, BLOCK_N, PARTS)
     )

@@ -189,7 +189,7 @@ class GrammarLibrary:
         return bits
 
     def _texts(self, matchers: Sequence[Any]) -> Words:
-        """Tokens of the model with which these texts go on, [M, words]; none of them is the library's own end."""
+        """Tokens of the model that may follow these texts, [M, words], without the library's own end token."""
         bits = np.zeros((len(matchers), self._width), dtype=np.int32)
         numbered = [(matcher, number) for number, matcher in enumerate(matchers)]
         self._llguidance.numpy.fill_next_token_bitmask_par(self._executor, numbered, bits)
