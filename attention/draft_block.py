@@ -50,9 +50,10 @@ KeyLimits = tuple[int | None, int]
 class DraftPlan(NamedTuple):
     """Shape of a draft: K = `topk` nodes per level and request, on `num_levels` levels at `positions` [levels, B].
 
-    windows: one per layer of the drafter, None: full attention. order: if the nodes are in a row, `positions` [1, B] is
-    that of the first node. anchored: the windows of all nodes count from that first position. first_keys: one per
-    layer, the first position with a key; None: every layer has all keys.
+    windows: one per layer of the drafter, None: full attention.
+    order: if the nodes are in a row, `positions` [1, B] is that of the first node.
+    anchored: the windows of all nodes count from that first position.
+    first_keys: one per layer, the first position with a key; None: every layer has all keys.
     """
 
     table: RequestTable

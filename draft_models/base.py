@@ -79,12 +79,16 @@ class Fit(NamedTuple):
 class DraftBatch:
     """The requests to draft for.
 
-    rows: their rows of the request table. root: [B] the previous bonus token, at position S, whose K/V does not exist
-    yet. num_steps, topk, num_nodes: levels, branches and size (with the root) of the requested tree; topk 1 is a chain.
-    read_history: copies `history`; called only if `propose` reads it. history_len: [B], S + 1. prefix: the backend's
-    tables of the committed prefixes, if already made. level_pos: the result of `positions`, if already made. by_lookup:
-    the lookup drafts, not the model next to it (`lookup.py`). params: the sampling parameters of `sample` and
-    `best`, for operations that draw without full logits; None: draw through `sample` and `best`.
+    rows: their rows of the request table.
+    root: [B] the previous bonus token, at position S, whose K/V does not exist yet.
+    num_steps, topk, num_nodes: levels, branches and size (with the root) of the requested tree; topk 1 is a chain.
+    read_history: copies `history`; called only if `propose` reads it.
+    history_len: [B], S + 1.
+    prefix: the backend's tables of the committed prefixes, if already made.
+    level_pos: the result of `positions`, if already made.
+    by_lookup: the lookup drafts, not the model next to it (`lookup.py`).
+    params: the sampling parameters of `sample` and `best`, for operations that draw without full logits; None: draw
+        through `sample` and `best`.
     """
 
     rows: Rows
@@ -117,11 +121,14 @@ class DraftBatch:
 class Observation:
     """The target's results of the last verify, or of rounds without drafts, after their commit on the device.
 
-    rows: the rows of the request table; start: [B] S before the commit. tokens: [B, N] tokens fed to the target;
-    hidden: [B, N, H] the target's states after the final norm. aux_states: [B, N, A * H] states of
-    `Drafter.aux_layers`, concatenated, or None. path: [B, D] accepted nodes in order, root first; length: [B] how many
-    of them count; they are committed at positions start, start + 1, ... next_token: [B] the token after the last of
-    these, the new bonus token.
+    rows: the rows of the request table.
+    start: [B] S before the commit.
+    tokens: [B, N] tokens fed to the target.
+    hidden: [B, N, H] the target's states after the final norm.
+    aux_states: [B, N, A * H] states of `Drafter.aux_layers`, concatenated, or None.
+    path: [B, D] accepted nodes in order, root first.
+    length: [B] number of accepted nodes, which are committed at positions start, start + 1, ...
+    next_token: [B] the token after the last accepted node: the new bonus token.
     """
 
     rows: Rows
@@ -139,10 +146,12 @@ class PromptObservation:
     """The target's results of a forward over prompts: runs of many requests in one row of T places. Their tokens count
     as committed.
 
-    pack: rows of the request table and the places of their tokens; values in padding places are undefined. tokens: [T]
-    fed to the target; following: [T] the token after each, even after the last of a run. hidden: [T, H] target states
-    after the final norm; None if the drafter does not read every state. last_hidden: [R, H] the state of each run's
-    last token; zeros if no prompt ends with the runs. aux_states: [T, A * H] as in `Observation`.
+    pack: rows of the request table and the places of their tokens; values in padding places are undefined.
+    tokens: [T] fed to the target.
+    following: [T] the token after each, even after the last of a run.
+    hidden: [T, H] target states after the final norm; None if the drafter does not read every state.
+    last_hidden: [R, H] the state of each run's last token; zeros if no prompt ends with the runs.
+    aux_states: [T, A * H] as in `Observation`.
     """
 
     pack: Pack

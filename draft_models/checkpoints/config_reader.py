@@ -51,9 +51,12 @@ ROPE_KEYS: dict[str, ValueKind] = {
 class Key(NamedTuple):
     """A row of a format's table.
 
-    kind: the kind of its values. field: the spec field that it sets; empty: code reads it. only: accepted values, the
-    usual one first; empty: all of the kind. required: every config has it. places: objects of the config that may hold
-    it ("": the top level); empty: any. merged: its value means the same in every place.
+    kind: the kind of its values.
+    field: the spec field that it sets; empty: code reads it.
+    only: accepted values, the usual one first; empty: all of the kind.
+    required: every config has it.
+    places: objects of the config that may hold it ("": the top level); empty: any.
+    merged: its value means the same in every place.
     """
 
     kind: ValueKind = ANY
@@ -68,11 +71,17 @@ class Key(NamedTuple):
 class Format:
     """A format: one way of writing a head to a folder.
 
-    name: plural, for messages. matches: is this config.json in the format? places: objects of the config whose keys
-    count like top-level keys. layers: accepted values of `model_type`, the default first; layer_words: the same for
-    messages. keys: the table. harmless: further keys that change nothing. tensors: (pattern in a file, replacement that
-    gives the head's module name), applied in order; None: the tensor is not read. why_refused: a sentence if the config
-    belongs to a family that does not run here, or None. sees_edge: a key exactly one window away is visible too.
+    name: plural, for messages.
+    matches: is this config.json in the format?
+    places: objects of the config whose keys count like top-level keys.
+    layers: accepted values of `model_type`, the default first.
+    layer_words: the same for messages.
+    keys: the table.
+    harmless: further keys that change nothing.
+    tensors: (pattern in a file, replacement that gives the head's module name), applied in order; None: the tensor is
+        not read.
+    why_refused: a sentence if the config belongs to a family that does not run here, or None.
+    sees_edge: a key exactly one window away is visible too.
     """
 
     name: str

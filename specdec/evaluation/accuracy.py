@@ -67,12 +67,16 @@ def evaluate(
     """Run a task from `DATA_SETS`. Every process of `accelerate launch` returns the whole report.
 
     data: a JSONL file, a folder with it, or "hub"; for gsm8k also "bundled" (generated; what tiny-gemma4 learned) or
-    "auto" (bundled for tiny-gemma4, else hub). limit: number of problems, the first of every category; 0: all. shots
-    (gsm8k): worked examples before each problem; None: 0 with a chat template, else 8. instruction: a line after each
-    question. compare: also decode without the drafter; None: if there is a drafter, except for gsm8k. params.seed
-    (default 0) and its number give each problem's seed. folder: keeps finished turns, to resume from with the same
-    settings, or another limit. loading, drafter_options: how target and drafter are loaded, as
-    `Engine.from_pretrained` takes them. Ctrl-C raises Interrupted with the report of the finished problems.
+        "auto" (bundled for tiny-gemma4, else hub).
+    limit: number of problems, the first of every category; 0: all.
+    shots (gsm8k): worked examples before each problem; None: 0 with a chat template, else 8.
+    instruction: a line after each question.
+    compare: also decode without the drafter; None: if there is a drafter, except for gsm8k.
+    params: params.seed (default 0) and a problem's number give the problem's seed.
+    folder: keeps finished turns, to resume from with the same settings, or another limit.
+    loading, drafter_options: how target and drafter are loaded, as `Engine.from_pretrained` takes them.
+
+    Ctrl-C raises Interrupted with the report of the finished problems.
     """
     require_one_of("task", task, DATA_SETS)
     data_set = DATA_SETS[task]

@@ -60,10 +60,12 @@ class CaptureRule(NamedTuple):
 class CaptureStats(NamedTuple):
     """Captures of an engine, and runs without a capture.
 
-    captured: rounds and prompt forwards that can be replayed now. made, evicted, refused: captures made so far, evicted
-    for others, and failed for any reason. bytes: memory of all captures and their results, on the device that holds
-    most. budget_bytes: upper bound on `bytes`; None: no bound, or nothing is captured. uncaptured_rounds,
-    uncaptured_prompts: rounds (and a drafter's catching up) and prompt forwards launched kernel by kernel.
+    captured: rounds and prompt forwards that can be replayed now.
+    made, evicted, refused: captures made so far, evicted for others, and failed for any reason.
+    bytes: memory of all captures and their results, on the device that holds most.
+    budget_bytes: upper bound on `bytes`; None: no bound, or nothing is captured.
+    uncaptured_rounds, uncaptured_prompts: rounds (and a drafter's catching up) and prompt forwards launched kernel by
+        kernel.
     """
 
     captured: int = 0
@@ -138,11 +140,15 @@ class CapturedProgram(NamedTuple):
 class CaptureStore:
     """All captures of one engine, by shape.
 
-    If a capture fails, the program runs eagerly, is counted (`stats`), and its capture is tried again later. capture:
-    None: all programs run eagerly, and none is counted. memory: sizes are known only if it is a `CaptureMemory`.
-    budget_bytes: None: no bound. shared_bytes: bytes of the tensors that receive the results of captured programs.
-    weights_generation: changes when weights have moved. view_key: key of the K/V view of programs that run now. strict:
-    a failed capture is a ConfigError, unless memory or budget is too small for a long prompt.
+    If a capture fails, the program runs eagerly, is counted (`stats`), and its capture is tried again later.
+
+    capture: None: all programs run eagerly, and none is counted.
+    memory: sizes are known only if it is a `CaptureMemory`.
+    budget_bytes: None: no bound.
+    shared_bytes: bytes of the tensors that receive the results of captured programs.
+    weights_generation: changes when weights have moved.
+    view_key: key of the K/V view of programs that run now.
+    strict: a failed capture is a ConfigError, unless memory or budget is too small for a long prompt.
     """
 
     def __init__(

@@ -42,10 +42,11 @@ class PublishedPair:
     """A target and its drafter. num_steps: drafts per round. memory: weights of both in `dtype`; `quantised` target
     weights as stored.
 
-    shape: name in `measurement/model_shapes.py`; a pair with a shape is a recipe. form: storage of `quantised` weights,
-    a name of `specdec bench --weights`. gpus: devices that share the target. multiples: measured time of a plain step
-    of one request divided by its memory floor, by GPU. assumed: the multiple of a similar pair, if this one was not
-    measured; 0: unknown.
+    shape: name in `measurement/model_shapes.py`; a pair with a shape is a recipe.
+    form: storage of `quantised` weights, a name of `specdec bench --weights`.
+    gpus: devices that share the target.
+    multiples: measured time of a plain step of one request divided by its memory floor, by GPU.
+    assumed: the multiple of a similar pair, if this one was not measured; 0: unknown.
     """
 
     name: str

@@ -89,11 +89,14 @@ NO_DRAFT_STATS = DraftStats()
 class EngineStats(RequestStats):
     """`RequestStats` summed over all requests that ended by themselves, and the present state of the engine.
 
-    finished, aborted: requests that ended; failed ones count as aborted. waiting, running: requests that have not.
+    finished, aborted: requests that ended; failed ones count as aborted.
+    waiting, running: requests that have not.
     batches, batch_seconds: rounds of the engine, and their time (`rounds` counts a round once per decoding request).
-    captures: captured rounds and prompts, and eager runs. drafts: which drafts rounds had, and why. prompt_gap_ms: the
-    longest time between two tokens of a decoding request while one prompt of `max_model_len` tokens is read, from
-    measured times; each further request that waits for its first token adds half a round. 0.0 until that is known.
+    captures: captured rounds and prompts, and eager runs.
+    drafts: which drafts rounds had, and why.
+    prompt_gap_ms: the longest time between two tokens of a decoding request while one prompt of `max_model_len` tokens
+        is read, from measured times; each further request that waits for its first token adds half a round. 0.0 until
+        that is known.
     devices: memory of each device of the target, in the order of ranks.
     """
 

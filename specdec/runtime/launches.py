@@ -74,12 +74,13 @@ def copy_to_host(numbers: torch.Tensor) -> torch.Tensor:
 class Launch:
     """A round or a group of prompt chunks on the device, and the requests that had a row in it.
 
-    batch: the requests; if one has lost its row since the launch, its result is ignored. drawing: batch indices of the
-    requests whose prompt ends here and that draw their first token; None for a round. packed: the result; `shape` says
-    how to read it. draft_depth [B]: deepest draft that each request could accept. forced [B]: number of tokens that
-    each request's grammar forced. scores: requested log-probabilities of prompt tokens, copied to the host before
-    `packed`. lag_seconds: host time in which the drafter read its lag before the round; 0 if rounds are
-    captured.
+    batch: the requests; if one has lost its row since the launch, its result is ignored.
+    drawing: batch indices of the requests whose prompt ends here and that draw their first token; None for a round.
+    packed: the result; `shape` says how to read it.
+    draft_depth [B]: deepest draft that each request could accept.
+    forced [B]: number of tokens that each request's grammar forced.
+    scores: requested log-probabilities of prompt tokens, copied to the host before `packed`.
+    lag_seconds: host time in which the drafter read its lag before the round; 0 if rounds are captured.
     """
 
     batch: RequestBatch

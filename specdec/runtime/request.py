@@ -35,9 +35,11 @@ class RequestState(Enum):
 class RequestProgress(NamedTuple):
     """Progress of a request. It is replaced as a whole, so a step either applies to the request fully or not at all.
 
-    num_tokens: prompt and output. stats: its figures, except those of the rounds that `row_totals` counts in `row`.
+    num_tokens: prompt and output.
+    stats: its figures, except those of the rounds that `row_totals` counts in `row`.
     row_totals: None if no round was settled since the request got its row, or if the output ended within a round.
-    reader: decodes the output so far, for stop strings. grammar_state: None: it has no grammar.
+    reader: decodes the output so far, for stop strings.
+    grammar_state: None: it has no grammar.
     """
 
     num_tokens: int

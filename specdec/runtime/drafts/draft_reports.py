@@ -20,11 +20,15 @@ BUSY = 0.9
 class DraftStats(NamedTuple):
     """An engine's drafts, and why its newest round had none.
 
-    shapes: each draft (levels, branches, nodes with the root, does a lookup draft); the first is no draft. rounds:
-    rounds with each draft; tried: trials among them. milliseconds: round time with each, by batch size, measured or
-    guessed. chance: by depth, acceptance of a chain's draft after an accepted one. last: the newest choice: rows,
-    expected tokens and milliseconds of each draft; best: the best draft. judged: settled drafts; begun: at least partly
-    accepted.
+    shapes: each draft (levels, branches, nodes with the root, does a lookup draft); the first is no draft.
+    rounds: rounds with each draft.
+    tried: trials among these rounds.
+    milliseconds: round time with each, by batch size, measured or guessed.
+    chance: by depth, acceptance of a chain's draft after an accepted one.
+    last: the newest choice: rows, expected tokens and milliseconds of each draft.
+    best: the best draft.
+    judged: settled drafts.
+    begun: settled drafts with an accepted token.
     """
 
     shapes: Sequence[DraftShape] = ()

@@ -201,10 +201,12 @@ class GrammarLibrary:
 class GrammarState:
     """The state after an output that its grammar and its token rules allow.
 
-    matcher: the library's; None: there is no grammar. ends: tokens that end the text where the grammar may end. rules:
-    None: there are none. remaining: tokens before the output may end, unless the grammar can only end. over: has an end
-    token ended it? fault: the library's error for a draft after this state; the tokens that the round then draws are
-    not valid.
+    matcher: the library's; None: there is no grammar.
+    ends: tokens that end the text where the grammar may end.
+    rules: None: there are none.
+    remaining: tokens before the output may end, unless the grammar can only end.
+    over: has an end token ended it?
+    fault: the library's error for a draft after this state; the tokens that the round then draws are not valid.
     """
 
     matcher: Any
