@@ -97,9 +97,10 @@ class GeometryContext:
 class ContextLength(NamedTuple):
     """How many tokens of a sequence a model can serve.
 
-    default: length if the user sets none. max_len: the largest allowed length (None: any). why: reason of that limit.
+    default: length if the user sets none.
+    max_len: the largest allowed length (None: any). why: reason of that limit.
     end: the first position that cannot be computed, or not independently of other rows. None: all positions can be
-    computed, even beyond the model's training; only drafters use these.
+        computed, even beyond the model's training; only drafters use these.
     """
 
     default: int | None

@@ -28,12 +28,15 @@ SECONDS = ("draft_seconds", "verify_seconds", "other_seconds")
 class RequestStats:
     """Figures of one request, or (summed) of many: speculation, cache hits and times.
 
-    `drafted_rounds`: rounds with drafts. `drafted_round_tokens`: tokens emitted in them, the bonus included.
-    `draft_tokens`: depths of their drafts, summed. `draft_nodes`: nodes verified in them, without roots.
-    `drafted_counts[i]`: rounds with drafts at least i + 1 deep. `accepted_counts[i]`: those of them that emitted draft
-    i + 1. A round that ends the output counts only as deep as it emitted.
-    `forced_tokens`: tokens that a grammar forced, verified in the place of drafts in `forced_rounds`.
-    `cached_tokens`: prompt tokens whose K/V were found in the prefix cache.
+    drafted_rounds: rounds with drafts.
+    drafted_round_tokens: tokens emitted in rounds with drafts, the bonus included.
+    draft_tokens, draft_nodes: depths of drafts, summed; nodes verified, without roots.
+    drafted_counts[i]: rounds with drafts at least i + 1 deep.
+    accepted_counts[i]: rounds of these that emitted draft i + 1. A round that ends the output counts only as deep as it
+        emitted.
+    forced_tokens: tokens that a grammar forced, verified in the place of drafts in `forced_rounds`.
+    cached_tokens: prompt tokens whose K/V were found in the prefix cache.
+
     Seconds are a request's share of its batch's time, with three exceptions: queue, from its submission to its row;
     first_token, from its submission to its first token; decode, from its first to its newest token.
     """
