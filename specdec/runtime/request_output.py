@@ -32,8 +32,8 @@ class RequestStats:
     drafted_round_tokens: tokens emitted in rounds with drafts, the bonus included.
     draft_tokens, draft_nodes: depths of drafts, summed; nodes verified, without roots.
     drafted_counts: at i, rounds with drafts at least i + 1 deep.
-    accepted_counts: at i, rounds of these that emitted draft i + 1. A round that ends the output counts only as deep as it
-        emitted.
+    accepted_counts: at i, rounds of these that emitted draft i + 1. A round that ends the output counts only as deep as
+        it emitted.
     forced_tokens: tokens that a grammar forced, verified in the place of drafts in `forced_rounds`.
     cached_tokens: prompt tokens whose K/V were found in the prefix cache.
 
