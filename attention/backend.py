@@ -43,7 +43,7 @@ MAX_HEAD_DIM = 512
 
 
 class Backend(PlanBackend, TreeBackend, Protocol):
-    """Locate, store, move, attend (`PlanBackend`) and select trees (`TreeBackend`)."""
+    """The operations of one engine: tables, K/V and attention (`PlanBackend`), and trees (`TreeBackend`)."""
 
     name: str
 
@@ -87,7 +87,7 @@ class TorchBackend:
 class TritonBackend:
     """Tables and write slots take one launch, a store of K/V and a tree one each; attention and moves take two.
 
-    deterministic: prompts' keys too are cut by absolute position (keys of chains and trees always are), and recurrent
+    deterministic: keys are cut by absolute position in prompts too, as they always are in chains and trees; recurrent
     layers read prompts in the order of decoding.
     """
 

@@ -70,10 +70,10 @@ AttentionInterface.register(ATTENTION_NAME, specdec_attention)
 class ForwardContext(LayerContext):
     """One forward: its plan, the view through which it reads and writes KV, and the window of each layer.
 
-    attention: the `Attend` of this forward for each (group, window, shares) of its layers. states: hidden states [1,
-    B*N, H], keyed by the layer that they enter; filled while the layers run. other_ranks: this forward's contexts on
-    the ranks after the first, each with its rank's heads; empty on one device. recurrent: computes the recurrent
-    layers; None: the model has none.
+    attention: the `Attend` of this forward for each (group, window, shares) of its layers.
+    states: hidden states [1, B*N, H], keyed by the layer that they enter; filled while the layers run.
+    other_ranks: this forward's contexts on the ranks after the first, each with its rank's heads; empty on one device.
+    recurrent: computes the recurrent layers; None: the model has none.
     """
 
     plan: KVPlan

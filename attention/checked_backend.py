@@ -83,14 +83,16 @@ class CheckedBackend:
         return block
 
     def _slots_at(self, group: GroupId, rows: torch.Tensor, positions: torch.Tensor) -> GroupLoc:
-        """Slots in one group that the table has at positions of rows; past a row, that of its end."""
+        """The table's slots, in one group, at positions of rows; a position past the end of a row gets the row's last
+        slot."""
         slots = self.table.slots.tensor
         return self.table.allocator.translate(group, PrimaryLoc(slots[rows, positions.clamp(max=slots.shape[1] - 1)]))
 
     def _check_slots(
         self, group: GroupId, rows: torch.Tensor, positions: torch.Tensor, read: torch.Tensor, seen: torch.Tensor
     ) -> None:
-        """Compare `read` [B, L] with the table: slots of the keys at positions [B, L] of rows, where `seen`."""
+        """Compare `read` [B, L], the slots from which keys at positions [B, L] of rows are read, with the table, where
+        `seen`."""
         expected = self._slots_at(group, rows, positions)
         wrong = seen & ((read != expected) | (read == NULL_SLOT))
         self.sanitizer.record_fault(Fault.READ, group, wrong, rows, positions, read, expected)
@@ -153,8 +155,7 @@ class CheckedBackend:
         rows: torch.Tensor,
         positions: torch.Tensor,
     ) -> None:
-        """Check results `out` [B, N, Hq, D] of `query` [B, Hq, N, D], where `own`: those of finite queries are
-        finite."""
+        """Check, where `own`, that finite queries [B, Hq, N, D] have finite results `out` [B, N, Hq, D]."""
         broken = own & query.isfinite().all(-1).all(1) & ~out.isfinite().flatten(2).all(-1)
         null = torch.zeros_like(positions)
         self.sanitizer.record_fault(Fault.POISON, group, broken, rows, positions, null, null)

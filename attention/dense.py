@@ -9,8 +9,8 @@ known(i, j) says whether key j exists for query i: always in the committed prefi
 in a chunk or a run of a pack, if j <= i. Windows count positions: in a tree the depth, never the node's index. A model
 with attention sinks adds one learnt logit per head to the softmax's denominator.
 
-`dense_attention` computes it. `VisibleKeys` says which keys a forward sees: of trees and chunks request by request, of
-packs run by run (`runs_attention`; `masked_runs` within a capture). Two functions attend to them:
+`dense_attention` computes this. `VisibleKeys` says which keys a forward sees: in trees and chunks request by request,
+in packs run by run (`runs_attention`; `masked_runs` within a capture). Two functions attend to them:
 
     attend_together   all rows of a request in one operation
     attend_alone      row by row, so that a row's bits depend on its own path only: on its query and the keys it sees.
@@ -155,7 +155,7 @@ def attend_alone(keys: VisibleKeys, block_len: torch.Tensor | None = None) -> At
         dtype, num_heads = torch.promote_types(query.dtype, torch.float32), query.shape[1]
         out = query.new_zeros((len(query), query.shape[2], num_heads, pool_v.shape[2]))
         in_group, sinks = num_heads // pool_k.shape[1], options.get("sinks")
-        # a batch's products depend on its size; not so, in one thread, torch's operator without a softcap and sinks
+        # bits of a batched product depend on the batch size, but not those of torch's operator in one thread
         alike = sinks is None and options.get("softcap") is None and torch.get_num_threads() == 1
         at_once = num_heads if alike else 1
         for b, (slots, rows) in enumerate(of_requests):
@@ -176,8 +176,8 @@ def attend_alone(keys: VisibleKeys, block_len: torch.Tensor | None = None) -> At
 
 
 def _columns(seen: torch.Tensor) -> slice | torch.Tensor | None:
-    """Columns that a row sees, of seen [L]. The first n need no copy; others are copied to an address as aligned as
-    theirs, since it may affect bits. None: it sees no key."""
+    """Columns that a row sees, of seen [L]. If they are the first n, nothing is copied. Others are copied to an address
+    with the same alignment, since alignment may affect bits. None: the row sees no key."""
     columns = seen.nonzero()[:, 0]
     if len(columns) == 0:
         return None

@@ -24,7 +24,7 @@ class ChainAttention(LayerContext):
     """Attention of chains over positions [B, T]. It keeps the keys and values of every step for each draft layer.
 
     windows: one per draft layer, None: full. in_float32: scores are not rounded, as kernels do not: for a reference in
-    16 bits. rows: places whose drafts go on after step 0; None: all places.
+    16 bits. rows: places whose drafts continue after step 0; None: all places.
     """
 
     def __init__(self, windows: Sequence[int | None], pos: torch.Tensor, *, in_float32: bool = False) -> None:

@@ -50,9 +50,10 @@ KeyLimits = tuple[int | None, int]
 class DraftPlan(NamedTuple):
     """Shape of a draft: K = `topk` nodes per level and request, on `num_levels` levels at `positions` [levels, B].
 
-    windows: one per layer of the drafter, None: full attention. order: if the nodes are in a row, `positions` [1, B] is
-    that of the first node. anchored: the windows of all nodes count from that first position. first_keys: one per
-    layer, the first position with a key; None: every layer has all keys.
+    windows: one per layer of the drafter, None: full attention.
+    order: if the nodes are in a row, `positions` [1, B] is that of the first node.
+    anchored: the windows of all nodes count from that first position.
+    first_keys: one per layer, the first position with a key; None: every layer has all keys.
     """
 
     table: RequestTable
@@ -115,7 +116,7 @@ class DraftBlock(ABC):
         nodes = torch.arange(num_nodes, device=device)
         words = torch.arange(-(-num_nodes // WORD), device=device)
         bits = (nodes[:, None] // WORD == words).long() << (nodes % WORD)[:, None]  # [M, words]
-        # bits of the node itself; in a row, of the nodes before it too; or of all nodes
+        # the keys that a node sees: its own (`enter_level` adds its ancestors'); or those up to its own; or all
         if draft.order is NodeOrder.MUTUAL:
             self.bits_of = bits.sum(0, keepdim=True).expand_as(bits)
         else:

@@ -216,8 +216,7 @@ def plan_packed(backend: PlanBackend, table: RequestTable, pack: Pack, longest: 
 
 
 def plan_last(backend: PlanBackend, table: RequestTable, pack: Pack) -> KVPlan:
-    """Plan the last token of each run, as plain decoding does. For layers that store nothing and follow those that
-    do."""
+    """Plan the last token of each run, as plain decoding does: for the last layers, if they store no K/V."""
     return replace(plan_packed(backend, table, pack.last_tokens(), 1), write=None)
 
 

@@ -36,7 +36,7 @@ and noise. A drafter that draws with it proposes the token that the target would
 BestOf = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 """(logits [B, K, V], positions [B, K], count C) -> tokens [B, K, C] and their log-probabilities given the noise,
 float32, best first. The first is the token that `SampleFunction` draws; trees branch to the others, which the target
-may draw instead if its logits differ a little."""
+may draw if its logits differ a little from the drafter's."""
 
 
 class TargetInfo(Protocol):
@@ -79,12 +79,16 @@ class Fit(NamedTuple):
 class DraftBatch:
     """The requests to draft for.
 
-    rows: their rows of the request table. root: [B] the previous bonus token, at position S, whose K/V does not exist
-    yet. num_steps, topk, num_nodes: levels, branches and size (with the root) of the requested tree; topk 1 is a chain.
-    read_history: copies `history`; called only if `propose` reads it. history_len: [B], S + 1. prefix: the backend's
-    tables of the committed prefixes, if already made. level_pos: the result of `positions`, if already made. by_lookup:
-    the lookup drafts, not the model next to it (`lookup.py`). params: the sampling parameters of `sample` and
-    `best`, for operations that draw without full logits; None: draw through `sample` and `best`.
+    rows: their rows of the request table.
+    root: [B] the previous bonus token, at position S, whose K/V does not exist yet.
+    num_steps, topk, num_nodes: levels, branches and size (with the root) of the requested tree; topk 1 is a chain.
+    read_history: copies `history`; called only if `propose` reads it.
+    history_len: [B], S + 1.
+    prefix: the backend's tables of the committed prefixes, if already made.
+    level_pos: the result of `positions`, if already made.
+    by_lookup: the lookup drafts, not the model next to it (`lookup.py`).
+    params: the sampling parameters of `sample` and `best`, for operations that draw without full logits; None: draw
+        through `sample` and `best`.
     """
 
     rows: Rows
@@ -117,11 +121,14 @@ class DraftBatch:
 class Observation:
     """The target's results of the last verify, or of rounds without drafts, after their commit on the device.
 
-    rows: the rows of the request table; start: [B] S before the commit. tokens: [B, N] tokens fed to the target;
-    hidden: [B, N, H] the target's states after the final norm. aux_states: [B, N, A * H] states of
-    `Drafter.aux_layers`, concatenated, or None. path: [B, D] accepted nodes in order, root first; length: [B] how many
-    of them count; they are committed at positions start, start + 1, ... next_token: [B] the token after the last of
-    these, the new bonus token.
+    rows: the rows of the request table.
+    start: [B] S before the commit.
+    tokens: [B, N] tokens fed to the target.
+    hidden: [B, N, H] the target's states after the final norm.
+    aux_states: [B, N, A * H] states of `Drafter.aux_layers`, concatenated, or None.
+    path: [B, D] accepted nodes in order, root first.
+    length: [B] number of accepted nodes, which are committed at positions start, start + 1, ...
+    next_token: [B] the token after the last accepted node: the new bonus token.
     """
 
     rows: Rows
@@ -139,10 +146,12 @@ class PromptObservation:
     """The target's results of a forward over prompts: runs of many requests in one row of T places. Their tokens count
     as committed.
 
-    pack: rows of the request table and the places of their tokens; values in padding places are undefined. tokens: [T]
-    fed to the target; following: [T] the token after each, even after the last of a run. hidden: [T, H] target states
-    after the final norm; None if the drafter does not read every state. last_hidden: [R, H] the state of each run's
-    last token; zeros if no prompt ends with the runs. aux_states: [T, A * H] as in `Observation`.
+    pack: rows of the request table and the places of their tokens; values in padding places are undefined.
+    tokens: [T] fed to the target.
+    following: [T] the token after each, even after the last of a run.
+    hidden: [T, H] target states after the final norm; None if the drafter does not read every state.
+    last_hidden: [R, H] the state of each run's last token; zeros if no prompt ends with the runs.
+    aux_states: [T, A * H] as in `Observation`.
     """
 
     pack: Pack
@@ -187,7 +196,8 @@ class Drafter(Protocol):
     - `aux_layers`: target states that it reads besides the final one, each named by the layer it enters (`num_layers`:
       the output of the last layer, before the final norm)
     - `kv_layout`: layers with K/V of its own, at the slots of the target's tokens, each in the group of its window;
-      None: it keeps none. They must depend only on the tokens up to the next one, since the prefix cache shares them
+      None: it keeps none. K/V of a token may depend only on the tokens up to the next one, since the prefix cache
+      shares them
     - `extra_keys`: committed keys on sliding layers that it reads beyond a window
     - `reread`: tokens at the end of a cached prefix that it observes again, without storing
     - `reads_every_state`: it reads the final state of every prompt token; False: at most that of the last one, so the
@@ -250,7 +260,7 @@ class _WithDefaults:
 
 
 def with_defaults(drafter: Drafter) -> Drafter:
-    """The drafter; if it does not inherit from `Drafter` and lacks attributes, with the defaults of those."""
+    """Returns the drafter itself, or, if it lacks attributes of `Drafter`, a wrapper that adds their defaults."""
     if all(hasattr(drafter, name) for name in Drafter.__annotations__):
         return drafter
     return cast(Drafter, _WithDefaults(drafter))

@@ -76,7 +76,7 @@ class FinishedTexts:
 
     def clear(self) -> None:
         self._texts.clear()
-        self._numbers = {b"": next(self._count)}  # of each salt
+        self._numbers = {b"": next(self._count)}  # number of each salt
         self._salts = [b""] * len(self._salts)
         self.salt_of_row[:] = self._numbers[b""]
         self._first = self._used = 0  # first cell of the oldest text, cells in use

@@ -296,8 +296,8 @@ def constructible_assistants() -> Iterator[None]:
     """Let transformers build an assistant, all of whose layers are kv-shared.
 
     Some releases (5.23 among them) compute `kv_sharing_modes` from the unshared layers and raise if a model has none,
-    as an assistant. The right answer is that every layer reuses K/V. Within the block the class's property is replaced
-    by one that answers so, for this thread only; one block runs at a time.
+    as an assistant. The right answer is that every layer reuses K/V. Within the block, in this thread only, the class's
+    property is replaced by one with that answer; one block runs at a time.
     """
     loader = threading.get_ident()
     config_classes: tuple[Any, ...] = (Gemma4TextConfig, Gemma4UnifiedTextConfig)

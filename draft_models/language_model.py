@@ -30,7 +30,7 @@ class LanguageModel(TargetInfo, Protocol):
 
     @property
     def max_positions(self) -> int | None:
-        """It can compute positions below this; None: all."""
+        """The model can compute positions below this; None: all positions."""
 
     def forward(self, tokens: torch.Tensor, plan: KVPlan, view: KVView) -> tuple[torch.Tensor, Any]:
         """tokens [B, N] -> states after the final norm [B, N, H]; other results are ignored."""

@@ -16,8 +16,8 @@ In both a continuation that reaches the end of the text repeats with its period.
 A node's probability is its share of its parent's weight. With `EngineConfig.finished_tokens`, outputs of finished
 requests are searched too (`finished_texts.py`). Matches of equal length have the same weight in both.
 
-With a model next to it (`ModelAndLookup`), the lookup drafts in rounds in which that is expected to pay more, by the
-accepted tokens and the time of each; with `SpecConfig(adaptive=False)` the model makes all drafts.
+Next to a model (`ModelAndLookup`), the lookup drafts in the rounds in which it is expected to give more tokens per
+second; with `SpecConfig(adaptive=False)` the model makes all drafts.
 """
 
 from typing import NamedTuple
@@ -58,7 +58,7 @@ class NgramDrafter(StatelessDrafter):
 
     def propose(self, batch: DraftBatch) -> DraftTree:
         newest = newest_tokens(batch.history, batch.history_len, self.max_ngram)
-        match = find_matches(batch.history, batch.history_len, newest, 1)  # of no token: the root repeats
+        match = find_matches(batch.history, batch.history_len, newest, 1)  # without a match, the root repeats
         steps = torch.arange(batch.num_steps, device=newest.device) % match.period
         drafts = batch.history.gather(1, match.after + steps)  # [B, num_steps]
         return DraftTree.chain(torch.cat([batch.root[:, None], drafts], dim=1))
@@ -196,12 +196,12 @@ def children(next_token: torch.Tensor, followed: torch.Tensor, topk: int) -> tup
 
 
 class ModelAndLookup(Drafter):
-    """Two drafters in one, of which the engine chooses one for each round. model: any drafter; it reads the committed
+    """A model and a lookup; the engine chooses one of them for each round. model: any drafter; it reads the committed
     tokens of every round. lookup: a drafter whose worker ignores observations."""
 
     def __init__(self, model: Drafter, lookup: Drafter) -> None:
         self.model, self.lookup = with_defaults(model), lookup
-        for name in Drafter.__annotations__:  # what concerns layers and depths concerns the model only
+        for name in Drafter.__annotations__:  # layers, depths and the like are the model's
             setattr(self, name, getattr(self.model, name))
         self.name, self.has_lookup = f"{model.name} or {lookup.name}", True
         self.reads_finished = lookup.reads_finished

@@ -1,4 +1,4 @@
-"""Layout, hybrid allocator, request table, prefix cache, stores, the view a worker reads KV through."""
+"""The KV cache: layouts, allocator, request table, prefix cache, stores, and the views through which models read."""
 
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache

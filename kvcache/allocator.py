@@ -228,7 +228,7 @@ class HybridAllocator:
             full = self.primary.is_held(pages) | self.primary.is_cached(pages)
             assert full.all(), f"{name}: a free page is mapped"
             kept = self.primary.is_cached(pages[pool.is_cached(peers)])
-            assert kept.all(), f"{name}: the cache keeps the peer of a page that it does not"
+            assert kept.all(), f"{name}: the cache claims the peer of a page that it does not claim"
 
     def slots_of(self, pages: IntArray) -> IntArray:
         """All slots of these pages, in order."""

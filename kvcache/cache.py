@@ -33,7 +33,7 @@ class KVOperations(Protocol):
     """Operations on the tensors of a store. A backend of `specdec.attention` has them."""
 
     def store(self, destination: Destination, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k, v [T, Hkv, D] there."""
+        """Write k, v [T, Hkv, D] to a destination."""
 
     def move(self, store: KVStore, group: GroupId, source: GroupLoc, destination: GroupLoc) -> None:
         """Copy K/V of slots [M] in every layer of the group. All sources are read before any slot is written."""

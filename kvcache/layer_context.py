@@ -7,7 +7,7 @@ They know no plan, no pool and no backend. The code that runs a forward gives th
     transformers' layer    `attend`, which does both
     recurrent layer        `convolve`, `recur`: only forwards of models with such layers have them (`RecurrentContext`)
 
-It also gives a `Narrowing` if the last layers run for some rows only, or an `EarlyExit` if they run for none.
+The same code passes a `Narrowing` if the last layers run for some rows only, or an `EarlyExit` if they run for none.
 """
 
 from abc import abstractmethod
@@ -59,8 +59,8 @@ class AttentionCall(NamedTuple):
 
 
 class Recurrence(NamedTuple):
-    """Inputs of the recurrence for T rows: q and k [T, HK, DK], v [T, HV, DV], log decays g [T, HV], and the delta
-    rule's beta [T, HV]; None: the layer has no delta rule. HV is a multiple of HK."""
+    """Inputs of the recurrence for T rows: q and k [T, HK, DK], v [T, HV, DV], log decays g [T, HV], and beta [T, HV]
+    of the delta rule (None: the layer has no delta rule). HV is a multiple of HK."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -100,7 +100,7 @@ class LayerContext(Protocol):
         return None
 
     def store(self, destination: Destination, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k, v [T, Hkv, D] there."""
+        """Write k, v [T, Hkv, D] to a destination."""
         raise AssertionError(f"{type(self).__name__} has no destination")
 
     @abstractmethod

@@ -129,7 +129,7 @@ class PagePool:
         assert not self._held[free].any(), f"{self.name}: a free page is held"
         assert not self._cached[free].any(), f"{self.name}: a free page is cached"
         assert not self._held[0] and not self._cached[0], f"{self.name}: page 0 is held"
-        assert (self._held >= 0).all(), f"{self.name}: a page is held by fewer than no rows"
+        assert (self._held >= 0).all(), f"{self.name}: a page has a negative number of holders"
         held = int(np.count_nonzero(self._held))
         evictable, counted = int(np.count_nonzero(self._cached & (self._held == 0))), self.evictable_pages
         assert evictable == counted, f"{self.name}: {evictable} pages are the cache's alone, {counted} were counted"

@@ -174,7 +174,7 @@ class PrefixCache:
         assert self.allocator.primary.is_cached(pages).all(), "a page of the tree is not kept"
         if self.states is not None:
             self.states.check()
-            assert set(self.states.pages) <= set(pages.tolist()), "a state ends with a page that the tree has not"
+            assert set(self.states.pages) <= set(pages.tolist()), "a state ends with a page outside the tree"
         for group, pool in self.allocator.pools.items():
             kept = sum(int(node.num_peers[group]) for node in found)
             message = f"{pool.name}: the tree keeps {kept} pages, the pool says {pool.cached_pages}"
@@ -256,11 +256,11 @@ class PrefixCache:
         return upper
 
     def _revive(self, node: _Node, pages: IntArray, num_evicted: IntArray) -> None:
-        """Claim peers of a node's first pages again, if a row has them. `pages` are the row's pages with the same K/V;
-        the first `num_evicted` [groups] of them have no peer.
+        """Restore evicted peers of a node's first pages from a row. `pages`: the row's pages with the same K/V, of
+        which the first `num_evicted` [groups] have no peer.
 
-        A page without a peer is replaced by the row's page if that has one, unless the replacement would lose a peer in
-        another group. Both pages keep their claims, so no map changes.
+        If a page's peer still exists, the tree claims it again. Otherwise the row's page replaces the page if it has a
+        peer, unless the replacement would lose a peer in another group.
         """
         if all(node.num_peers[group] == len(node.pages) for group in self.allocator.cached_windows):
             return
@@ -288,14 +288,14 @@ class PrefixCache:
             self._by_age.pop(node, None)
             self._by_age[node] = None
 
-    # giving up
+    # eviction
 
     def _leaves(self) -> Iterator[_Node]:
         """Leaves, least recently used first. A node becomes a leaf when its children are released."""
         return (node for node in list(self._by_age) if not node.children)
 
     def _trim(self, leaf: _Node, most: int) -> IntArray:
-        """Cut off up to `most` last pages of a leaf that no row holds, back to a place where a match can end."""
+        """Cut up to `most` pages that no row holds off the end of a leaf, back to a place where a match can end."""
         held = np.flatnonzero(self.allocator.primary.is_held(leaf.pages))
         min_free = int(held[-1]) + 1 if len(held) else 0
         left = max(min_free, len(leaf.pages) - most)
@@ -321,8 +321,8 @@ class PrefixCache:
             self.states.drop(pages)
 
     def _evict_primary(self, min_free: int) -> None:
-        """Free primary pages until `min_free` are free. Pages of the oldest leaves go first, and those that rows hold
-        last."""
+        """Free primary pages until `min_free` are free. Pages of the oldest leaves are freed first, pages that rows
+        hold last."""
         pool = self.allocator.primary
         short, given_up = max(min_free - pool.free_pages, pool.capacity // BATCH), [NO_PAGES]
         for node in self._leaves():
@@ -337,7 +337,8 @@ class PrefixCache:
             self._uncache(self._cut(node, 0))
 
     def _evict_peers(self, group: GroupId, min_free: int) -> None:
-        """Free peers in a group until `min_free` are free. Peers that no match at the end of a node needs go first."""
+        """Free peers in a group until `min_free` are free. Peers that no match at the end of a node needs are freed
+        first."""
         pool, retain = self.allocator.pools[group], int(self.table.retain[group])
         batch = max(min_free, pool.free_pages + pool.capacity // BATCH)
         for tail, wanted in ((-(-retain // self.page_size), batch), (0, min_free)):

@@ -24,7 +24,7 @@ from specdec.kvcache.store import KVStore
 from specdec.kvcache.table import RequestTable
 
 SETTING = "SPECDEC_SANITIZE"
-BLAME = f"(found by {SETTING}=1; this is a defect of specdec or of a drafter, no user's mistake)"
+BLAME = f"(found by {SETTING}=1; this is a defect of specdec or of a drafter, not a user's mistake)"
 
 
 class Fault(Enum):

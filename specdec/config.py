@@ -22,14 +22,14 @@ DEFAULT_TREE_NODES = 64
 """Upper bound on the verify width of a tree whose num_draft_tokens is None."""
 
 MAX_TOPK = 63
-"""Most branches of a node: one fewer than the best tokens that a kernel returns per row, since one is the draw."""
+"""Most branches of a node: they fit the 64 tokens per row that a kernel can return (`kernel_sampler.MAX_BEST`)."""
 
 MAX_RANKS = 8
 """Most devices that one model is split over."""
 
 MAX_PRIORITY = 100
 """Priorities range from -100 to 100; lower values are served first. A waiting request's value falls by 1 for every 64
-later requests that are admitted before it, so at most 12,800 are."""
+later requests that are admitted before it, so at most 12,800 can overtake it."""
 
 MAX_FINISHED_TOKENS = 1 << 20
 """Most tokens of finished requests that are kept for drafts: 24 bytes each on the host, 16 on the device."""

@@ -160,14 +160,17 @@ class Engine:
     ) -> "Engine":
         """Load a target and a drafter and make an engine of them.
 
-        target: hub id, folder, bundled name or a loaded model (with or without peft adapters). drafter: the same, or
-        "mtp" (modules of the target's checkpoint), "suffix", "ngram", "auto" (the modules, else the published drafter
-        if it is on disk, else "suffix"), or None ("none"). With two, [drafter, "suffix"] or "NAME,suffix", each round
-        takes the draft with more expected tokens per second. tokenizer: a tokenizer or its name; default: the target's,
-        None for a loaded module. Other arguments (revision, token, ...) go to transformers' `from_pretrained` for the
-        target; `drafter_options` go to it for the drafter, which also inherits the target's token, trust_remote_code,
-        cache_dir and local_files_only. Raises CheckpointError (missing checkpoint or tensors), UnsupportedModelError (a
-        target that cannot run exactly, a drafter for another target), ConfigError (bad settings).
+        target: hub id, folder, bundled name or a loaded model (with or without peft adapters).
+        drafter: the same, or "mtp" (modules of the target's checkpoint), "suffix", "ngram", "auto" (the modules, else
+            the published drafter if it is on disk, else "suffix"), or None ("none"). With two, [drafter, "suffix"] or
+            "NAME,suffix", each round takes the draft with more expected tokens per second.
+        tokenizer: a tokenizer or its name; default: the target's, None for a loaded module.
+        target_options: other arguments (revision, token, ...), for transformers' `from_pretrained` of the target.
+        drafter_options: the same for the drafter, which also inherits the target's token, trust_remote_code, cache_dir
+            and local_files_only.
+
+        Raises CheckpointError (missing checkpoint or tensors), UnsupportedModelError (a target that cannot run exactly,
+        a drafter for another target), ConfigError (bad settings).
         """
         config = config or EngineConfig()
         arguments.require_type("spec", spec, SpecConfig)

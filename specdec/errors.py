@@ -47,7 +47,7 @@ class RequestFailedError(SpecDecError):
 
 
 class RoundFailedError(SpecDecError):
-    """The request's rounds failed repeatedly, and it was their newest or last admitted request."""
+    """Rounds failed repeatedly, and this was the newest request in them, or the last one admitted."""
 
 
 class DeviceLostError(SpecDecError):

@@ -47,7 +47,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "penalty_alpha": (0,),
     "cache_implementation": ("dynamic", "static", "offloaded", "offloaded_static", "hybrid", "sliding_window"),
 }
-"""More values without effect, besides None, False, an empty list and transformers' defaults."""
+"""Values without effect, in addition to None, False, an empty list and transformers' defaults."""
 
 
 def merge_settings(model: PreTrainedModel, given: GenerationConfig | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def merge_settings(model: PreTrainedModel, given: GenerationConfig | None, kwarg
 
 
 def most_new_tokens(settings: Mapping[str, Any], model: PreTrainedModel, input_len: int) -> Any:
-    """Most new tokens of a row. `max_length` counts the padded input; unset, 20 new tokens are allowed."""
+    """Most new tokens of a row. `max_length` counts the padded input. If neither limit is set: 20."""
     if settings["max_new_tokens"] is not None:
         return settings["max_new_tokens"]
     max_length = settings["max_length"]
@@ -336,7 +336,7 @@ def _refusal(name: str, value: Any, source: str) -> str:
 
 def _either_name(name: str, value: Any, alias: str, other: Any) -> Any:
     if value is not None and other is not None:
-        raise ConfigError(f"{name} and {alias} are two names of one thing; give one of them")
+        raise ConfigError(f"{name} and {alias} are two names of one argument; give one of them")
     return value if other is None else other
 
 

@@ -44,7 +44,7 @@ def progress_bar(what: str, total: int, done: int = 0, *, enabled: bool = True) 
 
 
 class Stage:
-    """`with Stage("training") as stage: ... stage.update(0.25, "loss 1.2")`; not shown: does nothing.
+    """Progress of a stage: `with Stage("training") as stage: ... stage.update(0.25, "loss 1.2")`. show=False: silent.
 
     It is a bar on a terminal, elsewhere a line every few seconds. The remaining time is estimated from this run only.
     """

@@ -138,7 +138,7 @@ def test_a_full_queue_refuses_at_once_and_says_how_many_wait(pair, random_prompt
     async def scene(served):
         tasks = [asyncio.create_task(served.generate(random_prompt(5 + i), LONG)) for i in range(3)]
         await until(lambda: served.open_requests == 3)
-        with pytest.raises(QueueFullError, match="2 requests wait behind 1 that run, and at most 2 may"):
+        with pytest.raises(QueueFullError, match="1 requests run and 2 wait, and at most 2 may wait"):
             await served.generate(random_prompt(4), PARAMS)
         with pytest.raises(ConfigError, match="4 samples at once are more than the 3"):
             await served.generate(random_prompt(4), SamplingParams(n=4))
@@ -156,7 +156,7 @@ def test_bad_input_is_refused_and_gives_its_place_back(pair):
         for prompt, params, error in (([], None, ConfigError), ([5], SamplingParams(9999), CapacityError)):
             with pytest.raises(error):
                 await served.generate([prompt], params)
-        with pytest.raises(ConfigError, match="a stream is of one sample"):
+        with pytest.raises(ConfigError, match="a stream has one sample"):
             served.stream([5], SamplingParams(n=2))
         assert served.open_requests == 0
 

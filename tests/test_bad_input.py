@@ -338,7 +338,7 @@ def test_a_keyword_that_a_call_does_not_take(call, keyword, meant, engine):
         ("tokeniser", "takes no tokeniser; did you mean tokenizer=...?"),
         ("max_model_length", "takes no max_model_length; did you mean config=EngineConfig(max_model_len=...)?"),
         ("temperature", "did you mean params=SamplingParams(temperature=...)?"),
-        ("num_speculative_tokens", "num_speculative_tokens is no loading argument that transformers knows"),
+        ("num_speculative_tokens", "num_speculative_tokens is not a loading argument of transformers"),
     ],
 )
 def test_a_keyword_that_from_pretrained_does_not_take(keyword, says, make_target, tmp_path):
@@ -398,7 +398,7 @@ CALLS = [
         (name, None, {}, CheckpointError, [f"{name!r} names no checkpoint"])
         for name in ("None", "none", "null", "", " ", "nan")
     ),
-    ("tiny-gemma4", "None", {}, CheckpointError, ["'None' names no checkpoint", "a drafter of None is no drafter"]),
+    ("tiny-gemma4", "None", {}, CheckpointError, ["'None' names no checkpoint", "for no drafter, pass None"]),
     # settings in the wrong place, of the wrong type, or that the machine cannot have
     (LLAMA, None, {"max_model_len": 3}, ConfigError, ["config=EngineConfig(max_model_len=...)"]),
     ("tiny-gemma4", None, {"num_steps": 3}, ConfigError, ["spec=SpecConfig(num_steps=...)"]),

@@ -75,7 +75,7 @@ def test_a_data_set_is_read_from_the_hub(name, monkeypatch):
     ("name", "row", "says"),
     [
         ("speed-bench", SPEED_ROW | {"turns": [f"{PLACEHOLDER} FROM THE SOURCE"]}, "placeholders; run SPEED-Bench's"),
-        ("speed-bench", SPEED_ROW | {"messages": [{"role": "system", "content": "x"}]}, "user turns alone are read"),
+        ("speed-bench", SPEED_ROW | {"messages": [{"role": "system", "content": "x"}]}, "only user turns are read"),
         ("gsm8k", {"question": "a", "answer": "1"}, "problem 1 has no 'answer'"),
         ("humaneval", {"prompt": ["a"]}, "'prompt' is"),
         ("mt-bench", None, "holds no prompt of mt-bench"),

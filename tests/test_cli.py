@@ -284,7 +284,7 @@ def test_ctrl_c_ends_with_130_and_keeps_what_is_finished(tmp_path):
     out, err = process.communicate()
     assert process.returncode == 130, err
     assert re.fullmatch(
-        r"specdec: interrupted; \d+ of 200 problems are finished, kept in .*: the same command goes on\n", err
+        r"specdec: interrupted; \d+ of 200 problems are finished, kept in .*: the same command continues\n", err
     )
     assert out.startswith("| run | strict accuracy")  # of what was finished
     assert report.read_text() == "before"

@@ -46,7 +46,7 @@ PAGES = [
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 ]
 
-BEHIND_FIRST = "Each argument is a bundled name"
+BEHIND_FIRST = "Target and drafter are each a bundled name"
 """What the README says right after the first code that it shows."""
 
 TRUE_OF_ANY_PAIR = ("docs/adding.md", "docs/exactness.md", "docs/structured_output.md")

@@ -161,7 +161,7 @@ def taught(draft_seconds, accepted, times=40):
 
 
 def test_the_reason_that_drafts_are_off_says_what_was_tried():
-    assert taught(0.5, 0).stats().off == "of 41 drafts that were tried 0 began with a token that was accepted"
+    assert taught(0.5, 0).stats().off == "the first token was accepted in 0 of 41 drafts that were tried"
 
 
 def test_the_reason_that_drafts_are_off_says_what_they_would_bring_and_take():
@@ -186,8 +186,8 @@ def test_the_log_says_why_there_are_no_drafts():
     record_round(some, 2, 1, 1)
     some.add(none)
     off = EngineStats(drafts=taught(0.5, 0).stats())
-    assert "no drafts (of 41 drafts that were tried 0 began" in traffic_line(None, Snapshot(off, none), 1.0)
-    assert "1 of 9 rounds had drafts (of 41" in traffic_line(None, Snapshot(off, some), 1.0)
+    assert "no drafts (the first token was accepted in 0 of 41" in traffic_line(None, Snapshot(off, none), 1.0)
+    assert "1 of 9 rounds had drafts (the first token" in traffic_line(None, Snapshot(off, some), 1.0)
     assert "drafts" not in traffic_line(None, Snapshot(EngineStats(), none), 1.0)
 
 

@@ -157,7 +157,7 @@ def test_a_form_that_computes_something_else_is_not_chosen() -> None:
     assert isinstance(chosen(plain, REFERENCE)[0].form, FusedHead)
     wrong = REFERENCE.replacing({gated_linear: lambda x, weight, activation, *_: x[:, : len(weight) // 2] * 0})
     at, reason = chosen(plain, wrong)
-    assert at.form is plain and reason == "its fused layers compute something else than its own"
+    assert at.form is plain and reason == "its fused layers do not compute the same as its modules"
 
 
 def test_embed_and_norm_by_eye() -> None:

@@ -261,8 +261,8 @@ def test_a_line_without_its_line_feed_is_dropped_and_written_over(tmp_path):
     [
         (None, r"transcripts-0\.jsonl' is a file; a folder is expected"),
         ('{"a": 1, "b": 2}\n', r"transcripts-0\.jsonl was made with b 2, now 3;"),
-        ("{}\nnonsense\n", ":2 is no transcript"),
-        ("[1]\n", ":1 is no transcript"),
+        ("{}\nnonsense\n", ":2 is not a transcript"),
+        ("[1]\n", ":1 is not a transcript"),
     ],
 )
 def test_what_is_no_transcript_of_these_settings_is_refused(content, says, tmp_path):
@@ -331,7 +331,7 @@ def test_an_interruption_keeps_what_is_finished(report, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "solve", interrupted)
         with pytest.raises(
-            Interrupted, match=r"4 of 5 problems are finished, kept in .*the same command goes on"
+            Interrupted, match=r"4 of 5 problems are finished, kept in .*the same command continues"
         ) as stop:
             evaluate("gsm8k", *PAIR, folder=tmp_path, **SMALL)
     partial = stop.value.report

@@ -251,5 +251,5 @@ def test_a_command_names_a_pair_by_a_comma(target, given, drafter):
 
 
 def test_a_pair_needs_a_choice():
-    with pytest.raises(ConfigError, match=r"adaptive=False, and each round of .+ or suffix has the draft"):
+    with pytest.raises(ConfigError, match=r"adaptive=False, but .+ or suffix needs a choice"):
         Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp,suffix", spec=SpecConfig(4, adaptive=False))

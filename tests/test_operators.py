@@ -193,7 +193,7 @@ def test_keys_come_from_a_file_with_names_and_comments(tmp_path):
         ("a b c", "3 words"),
         ("a k\na l", "the name 'a'"),
         ("a k\nb k", "already, under"),
-        ("# no", "none"),
+        ("# no", "no key"),
         ("ä", "ASCII"),
     ],
 )
@@ -235,14 +235,14 @@ LATIN = "it is not UTF-8 text"
 @pytest.mark.parametrize(
     ("option", "text", "said"),
     [
-        ("--config", "max-wating: 1", "'max-wating' is no option"),
+        ("--config", "max-wating: 1", "'max-wating' is not an option"),
         ("--config", "port: true", "an integer is expected"),
         ("--config", "port: '8000'", "an integer is expected"),
         ("--config", "deterministic: 1", "true or false is expected"),
         ("--config", "host: 1", "a text is expected"),
         ("--config", "- a", "holds no table"),
         ("--config", "a: [", "cannot be read"),
-        ("--config", "port: 1\nPORT: 2", "'PORT' is no option"),
+        ("--config", "port: 1\nPORT: 2", "'PORT' is not an option"),
         ("--config", "max-waiting: 1\nmax_waiting: 2", "is there twice"),
         ("--config", "a: " + "[" * 600 + "]" * 600, "cannot be read: it is nested too deep"),
         ("--config", "# f\xfcr", LATIN),
@@ -263,7 +263,7 @@ def test_a_file_with_a_mistake_is_one_sentence_with_its_name(option, text, said,
 
 def test_a_variable_that_is_no_option_or_empty_is_refused_by_name_and_kubernetes_links_are_not():
     run = CliRunner().invoke(shell, ["serve"], env={"SPECDEC_SERVE_PROT": "1"})
-    assert run.exit_code == 2 and "SPECDEC_SERVE_PROT is no option" in run.stderr
+    assert run.exit_code == 2 and "SPECDEC_SERVE_PROT is not an option" in run.stderr
     run = CliRunner().invoke(shell, ["serve", "--target", "/not/there"], env={"SPECDEC_API_KEY": ""})
     assert run.exit_code == 2 and "SPECDEC_API_KEY is set, but empty" in run.stderr
     assert parsed([], {"SPECDEC_SERVE_SERVICE_HOST": "10.0.0.1", "SPECDEC_SERVE_PORT_80_TCP": "x"})["port"] == 8000

@@ -122,7 +122,7 @@ def test_the_shell_prints_a_recipe_by_any_of_its_names():
     for step in report["steps"]:
         assert f"expected {step['expected_ms']:.2f} ms" in text and step["measured"]
     assert "\nneeded  " in text and "\n24 GB " in text
-    assert "(measured)" in text and "on less:" in text and f"{report['cards'][0]['tokens']:,}" in text
+    assert "(measured)" in text and "on a smaller GPU:" in text and f"{report['cards'][0]['tokens']:,}" in text
 
 
 def test_a_table_has_every_recipe():

@@ -33,7 +33,7 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
             "deepseek_v3 layers .Eagle3DeepseekV2ForCausalLM.; specdec runs Llama- and Qwen3-type",
         ),
         ({"head_dim": 7}, "head_dim=7; .* even"),
-        ({"hidden_act": "swish2"}, "hidden_act='swish2' is no activation"),
+        ({"hidden_act": "swish2"}, "hidden_act='swish2' is not an activation"),
         ({"midlayer.self_attn.q_proj.weight": None}, r"there is no layers\.0\.self_attn\.q_proj\.weight"),
         ({"eagle_config." + AUX_IDS: ["1", "2"]}, r"auxiliary layers \['1', '2'\] .*the target has states 0\.\.8"),
         (
@@ -66,7 +66,7 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"logit_scale": 2.0}, "flag logit_scale=2.0 is not known"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"dflash_config.target_layer_ids": [1, 35]}, r"expected layers -1 \(the embeddings\) to 34"),
-        ({"hidden_act": "swish9"}, "no activation"),
+        ({"hidden_act": "swish9"}, "not an activation"),
         ({"markov_rank": 4, "markov_head_type": "lstm"}, "markov_head_type='lstm' .*known are vanilla, gated, rnn"),
     ],
     "speculators": [
@@ -96,7 +96,7 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"hidden_size_per_layer_input": 4}, "hidden_size_per_layer_input=4; .* 0 only"),
         ({"layer_types": ["sliding_attention"] * 5}, "attend fully in all of them"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type default or proportional"),
-        ({"hidden_activation": "swish9"}, "'swish9' is no activation"),
+        ({"hidden_activation": "swish9"}, "'swish9' is not an activation"),
     ],
 }
 DOES_NOT_FIT: dict[str, list[tuple[dict[str, Any], str]]] = {
@@ -141,8 +141,8 @@ DOES_NOT_FIT: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"num_hidden_layers": 2}, "num_hidden_layers=2, but the file says 1"),
         ({"target_hidden_size": 32}, "target_hidden_size=32, but target target says 16"),
         ({"hidden_size": 20, "fc.weight": ones(20, 48)}, r"lm_head.weight is .* says \[20, 20\] .*hidden_size=20"),
-        ({"hidden_size": None}, "config.json says no hidden_size"),
-        ({"num_attention_heads": None}, "config.json says no num_attention_heads"),
+        ({"hidden_size": None}, "config.json has no hidden_size"),
+        ({"num_attention_heads": None}, "config.json has no num_attention_heads"),
         # kinds of values
         ({"num_attention_heads": 4.0}, "num_attention_heads=4.0, expected a whole number"),
         ({"num_key_value_heads": 0}, "num_key_value_heads=0, expected a whole number above 0"),
@@ -161,15 +161,15 @@ DOES_NOT_FIT: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"rope_theta": 0}, "rope_theta=0, expected a number above 0"),
     ],
     DFLASH: [
-        ({"dflash_config.target_layer_ids": None}, "says no target_layer_ids.*take them from where it was published"),
+        ({"dflash_config.target_layer_ids": None}, "has no target_layer_ids.*take them from where it was published"),
         ({"dflash_config.target_layer_ids": [1, 9]}, "fc.weight is"),
         ({"num_target_layers": 40}, "num_target_layers=40, but target target says 36"),
         ({"num_hidden_layers": 4}, "num_hidden_layers=4, but the file says 5"),
         ({"hidden_size": 64}, "hidden_size=64, but target target says 32"),
         ({"vocab_size": 9}, "vocab_size=9, target target has 7"),
         ({"dflash_config.mask_token_id": 7}, "mask_token_id=7, but target target has 7 rows"),
-        ({"dflash_config.mask_token_id": None}, "config.json says no mask_token_id"),
-        ({"block_size": None}, "config.json says no block_size"),
+        ({"dflash_config.mask_token_id": None}, "config.json has no mask_token_id"),
+        ({"block_size": None}, "config.json has no block_size"),
         ({"block_size": 1}, "block_size=1 drafts nothing"),
         ({"dflash_config.block_size": 8}, "block_size is 16 in one place of its config and 8 in another"),
         ({"dflash_config.causal_head": True, "is_causal": False}, "contradict each other"),
@@ -178,7 +178,7 @@ DOES_NOT_FIT: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"norm.weight": ones(32, dtype=torch.int32)}, "torch.int32"),
     ],
     "speculators, dflash": [
-        ({"aux_hidden_state_layer_ids": None}, "says no aux_hidden_state_layer_ids"),
+        ({"aux_hidden_state_layer_ids": None}, "has no aux_hidden_state_layer_ids"),
         ({"draft_vocab_size": 5}, "draft_vocab_size=5, but the file, by its lm_head.weight, says 4"),
         ({"d2t": None}, "lm_head has 4 rows, the target 7 tokens, and there is no d2t"),
     ],

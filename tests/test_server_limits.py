@@ -117,7 +117,7 @@ def test_requests_beyond_the_queue_limit_get_429_with_retry_after(server):
             answer = post(server)
             status, code, message = refusal(answer)
             assert (status, code, answer.headers["retry-after"]) == (429, "queue_full", "1")
-            assert "1 requests wait behind 1 that run" in message
+            assert "1 requests run and 1 wait" in message
             with pytest.raises(openai.RateLimitError):
                 openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0).completions.create(
                     model="tiny-gemma4", prompt="x"
@@ -135,8 +135,8 @@ def test_the_chat_template_of_the_option_is_used(server):
 
 
 REFUSED = {
-    "unknown": ({"foo": 1}, 400, "foo", "foo is no field that this server supports"),
-    "unknown-inside": ({"speculation": {"depth": 1}}, 400, "speculation.depth", "is no field"),
+    "unknown": ({"foo": 1}, 400, "foo", "foo is not a field of this server"),
+    "unknown-inside": ({"speculation": {"depth": 1}}, 400, "speculation.depth", "is not a field"),
     "range": ({"temperature": -1}, 400, "temperature", "temperature=-1.0: a finite number from 0 is expected"),
     "role": ({"messages": [{"role": "poet", "content": "x"}]}, 400, "messages[0].role", "'user', 'assistant'"),
     "no-content": ({"messages": [{"role": "user"}]}, 400, "messages[0].content", "is missing"),

@@ -97,7 +97,7 @@ def test_shapes_have_the_published_number_of_parameters(name):
         ),
         (
             lambda: weights.count_weights(SHAPES["gemma4-26b-a4b"], SMALL, form=FORMS["fp8"]),
-            "176 columns are no multiple of 32",
+            "176 columns are not a multiple of 32",
         ),
     ],
 )

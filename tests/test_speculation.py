@@ -222,7 +222,7 @@ def test_samples_without_a_seed_differ(engine_for):
 def test_a_handle_is_of_one_sample(engine_for):
     engine = engine_for(None)
     for ask in (engine.submit, engine.stream):
-        with pytest.raises(ConfigError, match=r"^n=2: a (handle|stream) is of one sample; submit_many gives"):
+        with pytest.raises(ConfigError, match=r"^n=2: a (handle|stream) has one sample; submit_many returns"):
             ask([5, 6], asking(None, n=2))
     with pytest.raises(ConfigError, match=r"^seed=\d+: an integer from 0 to 9223372036854775805 is expected"):
         asking(None, n=3, seed=(1 << 63) - 2)

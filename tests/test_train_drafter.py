@@ -299,7 +299,7 @@ def test_an_interrupted_run_keeps_what_it_has(monkeypatch, checkpoint, prompts, 
         patch.setattr(training_loop, "draft_loss", loss)
         with pytest.raises(SystemExit, match="130"):
             run(checkpoint, prompts, tmp_path / "out")
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "the same command continues" in capsys.readouterr().err
 
     state_file = tmp_path / "out" / "training" / "state.pt"
     state = state_file.read_bytes()
@@ -309,7 +309,7 @@ def test_an_interrupted_run_keeps_what_it_has(monkeypatch, checkpoint, prompts, 
     state_file.write_bytes(state)
     report = run(checkpoint, prompts, tmp_path / "out")
     assert report["steps"] == 4
-    assert "going on from step 2" in capsys.readouterr().out
+    assert "continuing from step 2" in capsys.readouterr().out
 
 
 def launched(arguments):

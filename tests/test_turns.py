@@ -243,7 +243,7 @@ def test_a_request_is_submitted_and_aborted_without_waiting_for_a_turn(make_targ
 
 def test_a_call_within_a_step_of_the_same_thread_is_refused(make_target, make_engine, random_prompt):
     engine = make_engine(make_target("llama"))
-    with pytest.raises(SpecDecError, match="waits for the step that it is made in"):
+    with pytest.raises(SpecDecError, match="would wait for the step in which it is made"):
         engine._in_turn(lambda: engine.generate(random_prompt(5), PARAMS))
     assert len(engine.generate(random_prompt(5), PARAMS)) == 1
 

@@ -26,7 +26,7 @@ from specdec.kvcache.table import RequestTable, Rows
 BLOCK = 1024
 
 FEW_PROGRAMS = 512
-"""Programs for the prefixes of all rows together. The programs of one row take its blocks in turn."""
+"""Target number of programs for the prefixes of all rows together. The programs of one row take its blocks in turn."""
 
 MIN_PROGRAMS = 4
 """Lower bound on the programs for one row's prefix, unless it has fewer blocks."""

@@ -6,7 +6,7 @@
              |0      |1    |2    |3|4  |     padding is a run of no keys at the end; programs past the last tile return
     rows     a tile's tokens x the G query heads of a kv head, packed token-major
     keys     lo ........................ end positions; tiles of BLOCK_K at multiples of BLOCK_K; lo is the oldest key
-                                             that a row of the tile can see, so that what a window hides is not visited
+                                             that a row of the tile can see, so that keys outside the window are skipped
 
 There are two ways of adding keys. SPLIT_LEN 0: one online softmax over all keys of a split; splits are cut evenly and
 merged by `merge_paged_kernel` of `paged_attention`. Otherwise the same operations as in `tree_attention`: chains of
@@ -151,7 +151,7 @@ def ragged_kernel(
     p_sinks: tl.tensor,  # [Hq] or None
     p_out: tl.tensor,  # [splits, T, Hq, DV]
     p_lse: tl.tensor,  # [splits, T, Hq] or None when there is one split
-    p_total: tl.tensor,  # [tiles * VALUE_PARTS, Hkv, BLOCK_M, BLOCK_V], or None: folded splits stay in registers
+    p_total: tl.tensor,  # [tiles * VALUE_PARTS, Hkv, BLOCK_M, BLOCK_V], or None: totals stay in registers
     scaling: tl.tensor,
     softcap: tl.tensor,  # or None
     window: tl.tensor,  # or None
@@ -229,7 +229,7 @@ def ragged_kernel(
     o_place = (first + o_token).to(tl.int64)
     p_q += o_head[:, None] * s_q_h + o_place[:, None] * s_q_t + o_d[None, :] * s_q_d
     b_q = parts_of(tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0), p_scale_k is not None)  # [BM, BD]
-    o_k, m_k, o_x, m_x = o_d, m_d, o_v, m_v  # of what pools hold
+    o_k, m_k, o_x, m_x = o_d, m_d, o_v, m_v  # offsets and masks within pools
     p_slots += line * s_line
     p_pool_k += i_h * s_pk_h
     p_pool_v += i_h * s_pv_h
@@ -255,7 +255,7 @@ def ragged_kernel(
         if p_sinks is not None:
             b_sink = tl.load(p_sinks + o_head, mask=m_row, other=float("-inf")).to(tl.float32) * LOG2E
             b_max = tl.where(i_split == 0, b_sink, b_max)
-        b_sum = tl.full([BLOCK_M], 1.0, tl.float32)  # of the sink; scaled away by the first key where there is none
+        b_sum = tl.full([BLOCK_M], 1.0, tl.float32)  # the sink's; without a sink, the first key scales it to 0
         b_acc = zero_parts(BLOCK_M, BLOCK_V, p_scale_k is not None)
         # fmt: off
         b_max, b_sum, b_acc = _walk(

@@ -35,14 +35,14 @@ from specdec.gpu.triton_shim import device_limits, pdl_options
 from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, numbers_and_scales
 
 PART_BYTES = 1 << 30
-"""Bytes of partial results above which each program folds its own splits, as it does if programs of many rows fill the
-device; a merge kernel folds them otherwise."""
+"""Above this many bytes of partial results, each program folds its own splits, as it also does if the rows alone fill
+the device. Otherwise a merge kernel folds them."""
 
 FEW_QUERIES = 32
-"""Up to this many queries, a merge triggers as it begins: the next product loads its weight meanwhile."""
+"""Up to this many queries, a merge kernel lets the next product start at once, to load its weight meanwhile."""
 
 MANY_MERGES = 1024
-"""Above this many merging programs too: the last of them start late anyway."""
+"""Above this many programs, a merge kernel does so too: its last programs start late anyway."""
 
 MANY_HEADS = 8
 """From this number of K/V heads on, splits with 256 channels are twice as long."""

@@ -146,7 +146,7 @@ class RecurrentKernels:
     def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
         """-> [T, HV, DV] in float32."""
         plan, layer_kv = self._plan, self._view.writable_layer(layer)
-        convolved = self._prefix is not None  # by a plain launch, which starts after all folds
+        convolved = self._prefix is not None  # then the convolution's plain launch already waited for all folds
         prefix, state = self._begun(layer_kv), layer_kv.recurrent_state
         q, k, v, g = (_by_row(x) for x in rows[:4])
         beta = g if rows.beta is None else _by_row(rows.beta)

@@ -38,10 +38,12 @@ from specdec.kvcache.table import RequestTable
 class ForwardRows(NamedTuple):
     """The rows of a forward without padding.
 
-    numbers [n]: place of each row. write [n]: its slot. begun: rows of the request table whose text begins in this
-    forward (position 0). table_row, certain, folded_len [n]: the request of each row by its row of the request
-    table, its number of certain tokens, and of tokens folded before this forward. paths [n]: slots of each row's path,
-    from position `folded_len` up to its own.
+    numbers [n]: place of each row.
+    write [n]: its slot.
+    begun: rows of the request table whose text begins in this forward (position 0).
+    table_row, certain, folded_len [n]: the request of each row by its row of the request table, its number of certain
+        tokens, and of tokens folded before this forward.
+    paths [n]: slots of each row's path, from position `folded_len` up to its own.
     """
 
     numbers: torch.Tensor
@@ -96,9 +98,10 @@ class Wave(NamedTuple):
     """X blocks that do not depend on each other.
 
     base [X]: in the first wave, the row of the request table with whose state a block begins; in a later wave, the
-    number of a block of the previous wave. slots [X, FOLD]: slot of each place, if present [X, FOLD]. rows [X, FOLD]:
-    the forward's row at each place, if is_new [X, FOLD]. certain [Z]: blocks whose folds replace the states of rows
-    `into` [Z], with `folded_len` [Z] tokens folded then.
+        number of a block of the previous wave.
+    slots [X, FOLD]: slot of each place, if present [X, FOLD].
+    rows [X, FOLD]: the forward's row at each place, if is_new [X, FOLD].
+    certain [Z]: blocks whose folds replace the states of rows `into` [Z], with `folded_len` [Z] tokens folded then.
     """
 
     base: torch.Tensor

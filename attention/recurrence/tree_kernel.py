@@ -1,4 +1,4 @@
-"""The two kernels for trees, with fixed bits and fast: see `block_kernels.py`."""
+"""The two kernels for trees: one with batch-invariant bits, and a faster one (`block_kernels.py`)."""
 
 from specdec.attention.recurrence.block_kernels import (
     add_records,

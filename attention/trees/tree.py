@@ -34,9 +34,10 @@ from specdec.gpu.triton_shim import tl, triton
 class DraftTree:
     """B trees of N nodes.
 
-    tokens, parents, depth: [B, N] int64 (parents[:, 0] = -1, depth[:, 0] = 0). ancestors: [B, N, N] bool, `ancestors[b,
-    i, j]`: j is i itself or an ancestor of i. max_depth: upper bound on depths; None: not known, so N - 1. is_chain:
-    each node is the parent of the next.
+    tokens, parents, depth: [B, N] int64 (parents[:, 0] = -1, depth[:, 0] = 0).
+    ancestors: [B, N, N] bool, `ancestors[b, i, j]`: j is i itself or an ancestor of i.
+    max_depth: upper bound on depths; None: not known, so N - 1.
+    is_chain: each node is the parent of the next.
     """
 
     tokens: torch.Tensor

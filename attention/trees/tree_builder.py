@@ -229,7 +229,7 @@ class TreeBuilder:
 
 
 def num_candidates(topk: int, num_levels: int) -> int:
-    """Candidates of a tree that is grown by `num_levels` levels."""
+    """Number of candidates of a tree that is grown by `num_levels` levels."""
     return topk + (num_levels - 1) * topk**2
 
 

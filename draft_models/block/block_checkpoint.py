@@ -74,7 +74,7 @@ def resolve_layer_ids(ids: list[Any] | None, target_layers: int, key: str = OUTP
     """
     if ids is None:
         raise CheckpointError(
-            f"config.json says no {key}, the target layers whose states the drafter reads; every published "
+            f"config.json has no {key}, the target layers whose states the drafter reads; every published "
             "block drafter has them, so take them from where it was published or trained"
         )
     first = -1 if key == OUTPUT_IDS else 0
@@ -87,8 +87,8 @@ def resolve_layer_ids(ids: list[Any] | None, target_layers: int, key: str = OUTP
 
 
 def _make_spec(files: HeadFiles, target: TargetInfo) -> BlockSpec:
-    """Make the spec from config and tensors. Checks everything that two of config, tensors and target state, except
-    shapes."""
+    """Make the spec from config and tensors. Where two of config, tensors and target state a value, they must agree;
+    shapes are checked later."""
     settings, state = files.settings, files.state
     if not files.num_layers:
         raise CheckpointError("there are no tensors layers.N.*")

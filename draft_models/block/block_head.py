@@ -63,11 +63,13 @@ from specdec.layers.rope_store import rope_store
 class BlockSpec(HeadSpec):
     """A block drafter's head as data: every choice in its computation.
 
-    aux_layers: each is one more than in `target_layer_ids`. block_size: rows of a block, including that of the newest
-    token. shifted: row j drafts the token at S + j + 1; False: the token at S + j. anchored: windows of all rows count
-    from the block's first row. skips_embed_norm: it reads the target's table without the norm that the target applies.
-    successor: kind of its successor head, with rank `successor_rank`, or None. is_gemma4: layers, norms and embedding
-    are Gemma 4's.
+    aux_layers: each is one more than in `target_layer_ids`.
+    block_size: rows of a block, including that of the newest token.
+    shifted: row j drafts the token at S + j + 1; False: the token at S + j.
+    anchored: windows of all rows count from the block's first row.
+    skips_embed_norm: it reads the target's table without the norm that the target applies.
+    successor: kind of its successor head, with rank `successor_rank`, or None.
+    is_gemma4: layers, norms and embedding are Gemma 4's.
     """
 
     block_size: int

@@ -1,4 +1,4 @@
-"""The files of a checkpoint in any format, config.json and tensors: read with the faults they may have, and written.
+"""Reads and writes the files of a checkpoint in any format (config.json, tensors), and reports damaged ones.
 
 transformers checks types when it makes a config, but not numbers, which fail later as a division by zero or a wrong
 shape. The keys in `WITHIN` are checked here, for target and drafter, and refused by name. Drafter families check the
@@ -146,7 +146,7 @@ def damaged_file(folder: Path) -> str | None:
 
 def require_generation_config(folder: Path) -> None:
     """Raise CheckpointError for a damaged generation_config.json, or one whose end tokens are not ids. transformers
-    would pass it over, and with it the tokens that end an answer."""
+    would ignore such a file, and with it the tokens that end an answer."""
     file = folder / "generation_config.json"
     if file.is_file():
         with _reading(file):
@@ -210,7 +210,7 @@ def fill_head(make: Callable[[], AnyModule], state: StateDict) -> AnyModule:
 
 
 def equals_weight(tensor: Any, module: nn.Module | None) -> bool:
-    """Is it a copy of the module's weight? A packed module has none."""
+    """Is this tensor a copy of the module's weight? False for a packed module, which has no plain weight."""
     weight: Any = getattr(module, "weight", None)
     same_kind = weight is not None and tensor.shape == weight.shape and is_unquantised(tensor)
     return same_kind and torch.equal(tensor.to(weight), weight)

@@ -51,9 +51,12 @@ ROPE_KEYS: dict[str, ValueKind] = {
 class Key(NamedTuple):
     """A row of a format's table.
 
-    kind: the kind of its values. field: the spec field that it sets; empty: code reads it. only: accepted values, the
-    usual one first; empty: all of the kind. required: every config has it. places: objects of the config that may hold
-    it ("": the top level); empty: any. merged: its value means the same in every place.
+    kind: the kind of its values.
+    field: the spec field that it sets; empty: code reads it.
+    only: accepted values, the usual one first; empty: all of the kind.
+    required: every config has it.
+    places: objects of the config that may hold it ("": the top level); empty: any.
+    merged: its value means the same in every place.
     """
 
     kind: ValueKind = ANY
@@ -68,11 +71,17 @@ class Key(NamedTuple):
 class Format:
     """A format: one way of writing a head to a folder.
 
-    name: plural, for messages. matches: is this config.json in the format? places: objects of the config whose keys
-    count like top-level keys. layers: accepted values of `model_type`, the default first; layer_words: the same for
-    messages. keys: the table. harmless: further keys that change nothing. tensors: (pattern in a file, replacement that
-    gives the head's module name), applied in order; None: the tensor is not read. why_refused: a sentence if the config
-    belongs to a family that does not run here, or None. sees_edge: a key exactly one window away is visible too.
+    name: plural, for messages.
+    matches: is this config.json in the format?
+    places: objects of the config whose keys count like top-level keys.
+    layers: accepted values of `model_type`, the default first.
+    layer_words: the same for messages.
+    keys: the table.
+    harmless: further keys that change nothing.
+    tensors: (pattern in a file, replacement that gives the head's module name), applied in order; None: the tensor is
+        not read.
+    why_refused: a sentence if the config belongs to a family that does not run here, or None.
+    sees_edge: a key exactly one window away is visible too.
     """
 
     name: str
@@ -124,7 +133,7 @@ class HeadFiles(NamedTuple):
         if head_dim % 2 or not head_dim:
             raise UnsupportedModelError(f"head_dim={head_dim}; RoPE turns pairs of numbers, so it must be even")
         if fields.get("hidden_act", "silu") not in ACT2FN:
-            raise UnsupportedModelError(f"hidden_act={fields['hidden_act']!r} is no activation that transformers knows")
+            raise UnsupportedModelError(f"hidden_act={fields['hidden_act']!r} is not an activation of transformers")
         return {**fields, "biases": self.biases}
 
     @property
@@ -194,7 +203,7 @@ def read_settings(config: Config, form: Format) -> HeadSettings:
         if key.merged and settings.setdefault(name, value) != value:
             raise CheckpointError(f"{name} is {settings[name]} in one place of its config and {value} in another")
     if missing := [name for name, key in form.keys.items() if key.required and name not in settings]:
-        raise CheckpointError(f"config.json says no {missing[0]}")
+        raise CheckpointError(f"config.json has no {missing[0]}")
     kind, heads = settings.get("model_type", form.layers[0]), settings["num_attention_heads"]
     head_dim = QWEN3_HEAD_DIM if kind == "qwen3" else settings["hidden_size"] // heads
     return {"num_key_value_heads": heads, "head_dim": head_dim, "model_type": kind, **settings}

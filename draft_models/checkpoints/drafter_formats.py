@@ -44,7 +44,7 @@ generation and output, which old releases of transformers kept in every config:
     return_dict_in_generate begin_suppress_tokens suppress_tokens temperature top_k top_p torchscript typical_p
     cross_attention_hidden_size finetuning_task id2label label2id prefix problem_type task_specific_params
     tf_legacy_loss tie_encoder_decoder tokenizer_class
-decided by the tensors (a head has a table, an lm_head and a dense MLP, or says nothing of them):
+decided by the tensors (its tensors show whether a head has a table, an lm_head and a dense MLP):
     decoder_sparse_step mlp_only_layers norm_topk_prob tie_word_embeddings
 """
 HARMLESS = frozenset(re.sub(r"^\S.*$", "", HARMLESS_NAMES, flags=re.MULTILINE).split())
@@ -153,8 +153,8 @@ def why_refused_speculator(config: Config) -> str | None:
     if kind in (None, "eagle3", "mtp", *SPECULATORS_BLOCK_TYPES):
         return None
     return (
-        f"a {kind} drafter in speculators' format; of that format specdec reads mtp, eagle3, "
-        f"{' and '.join(SPECULATORS_BLOCK_TYPES)}, so use one of these for the same target"
+        f"a {kind} drafter in speculators' format; specdec reads mtp, eagle3, "
+        f"{' and '.join(SPECULATORS_BLOCK_TYPES)} in that format, so use one of these for the same target"
     )
 
 

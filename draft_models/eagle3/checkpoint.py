@@ -88,7 +88,7 @@ def write_head(folder: str | Path, head: Eagle3Head, target: TargetInfo) -> None
     count = len(target.layout.layers)
     if not spec.aux_layers or resolve_aux_ids(config, count, None) != spec.aux_layers:
         raise UnsupportedModelError(
-            f"a head on target states {list(spec.aux_layers)} cannot be told from another in the SpecForge format; "
+            f"target states {list(spec.aux_layers)} of a head would be read as others in the SpecForge format; "
             f"begin with state 2, as in {[2, count // 2, count - 3]}"
         )
     tensors = {key.replace("layers.0.", "midlayer.", 1): tensor for key, tensor in state.items()}
@@ -132,8 +132,8 @@ def resolve_aux_ids(config: Config, num_layers: int, override: Sequence[int] | N
         )
     if not ids or any(type(i) is not int or not 0 <= i + shift <= num_layers for i in ids):
         raise UnsupportedModelError(
-            f"EAGLE-3 auxiliary layers {ids} (from {where}): the target has states 0..{num_layers}, "
-            f"{num_layers} being what leaves its last layer; eagle3_drafter(..., aux_layers=[...]) says which"
+            f"EAGLE-3 auxiliary layers {ids} (from {where}): the target has states 0..{num_layers}, of which "
+            f"{num_layers} is its last layer's output; name the right ones by eagle3_drafter(..., aux_layers=[...])"
         )
     return tuple(i + shift for i in ids)
 
@@ -174,8 +174,8 @@ def _was_saved_by(config: Config, first: tuple[int, int]) -> bool:
 
 
 def _make_spec(files: HeadFiles, target: TargetInfo, aux_layers: Sequence[int] | None) -> Eagle3Spec:
-    """Make the spec from config and tensors. Checks everything that two of config, tensors and target state, except
-    shapes."""
+    """Make the spec from config and tensors. Where two of config, tensors and target state a value, they must agree;
+    shapes are checked later."""
     settings, state = files.settings, files.state
     if FIRST_TENSOR not in state:
         raise UnsupportedModelError(f"there is no {FIRST_TENSOR} (or midlayer); specdec runs Llama-type layers")
@@ -202,8 +202,8 @@ def _make_spec(files: HeadFiles, target: TargetInfo, aux_layers: Sequence[int] |
         raise UnsupportedModelError("tie_word_embeddings=True with embed_tokens and no lm_head; store an lm_head too")
     if settings.get("use_last_layernorm") and not lm_head_normed:
         raise CheckpointError(
-            "use_last_layernorm=True, but norm_output=False at the top level means that lm_head reads what is not "
-            "normed; put norm_output into eagle_config if it says what is fed back"
+            "use_last_layernorm=True, but norm_output=False at the top level means that lm_head reads states without "
+            "a norm; put norm_output into eagle_config if it is about the next draft step"
         )
     same_width = settings["hidden_size"] == target.hidden_size
     spec = Eagle3Spec(

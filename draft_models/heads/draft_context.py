@@ -1,5 +1,5 @@
-"""Shared by drafters that keep K/V or draw level by level: a fitted head, its K/V in one engine, the forward of one
-draft level, and the growing chain or tree."""
+"""Code shared by drafters that keep K/V or draw level by level: a fitted head, its K/V in one engine, the forward of
+one draft level, and the growing chain or tree."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, Unpack

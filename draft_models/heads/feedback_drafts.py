@@ -30,8 +30,8 @@ from specdec.layers.accepted_path import keep_last
 
 
 class ModuleRows(NamedTuple):
-    """States [B, N, H] that a module computed for rows: carried, which the next rows read, of the next module or of its
-    own; and z, which the head reads."""
+    """States [B, N, H] that a module computed for rows. carried: read by the next rows, of the next module or of the
+    same one. z: read by the head."""
 
     carried: torch.Tensor
     z: torch.Tensor
@@ -56,8 +56,8 @@ class FeedbackModel(Protocol):
 
 
 class FeedbackWorker(StoreWorker):
-    """Modules in one engine. Keeps their K/V and, for each row and module, what it computed for the last committed
-    position."""
+    """Modules in one engine. Keeps their K/V and, for each row and module, the state that it computed at the last
+    committed position."""
 
     def __init__(self, drafter: Any, chain: FeedbackModel, binding: Binding) -> None:
         super().__init__(drafter, binding)
@@ -102,8 +102,8 @@ class FeedbackWorker(StoreWorker):
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
-        """Draft level by level. A module that is applied again runs once per level; of several, those that still draft
-        run. Level l needs the states of level l - 1, so num_steps - 1 forwards of topk nodes run."""
+        """Draft level by level. A single module runs once per level; of several modules, those run that still have to
+        draft. Level l needs the states of level l - 1, so num_steps - 1 forwards of topk nodes run."""
         drafter, topk, levels = self.drafter, batch.topk, batch.num_steps
         chain, pos = self.chain, batch.positions()  # [levels + 1, B], S first
         count = chain.num_modules

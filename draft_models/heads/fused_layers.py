@@ -24,7 +24,7 @@ from specdec.modules.weight_watch import RepointableModule
 logger = logging.getLogger("specdec")
 
 Parts = Sequence[tuple[Any, str, object]]
-"""(owner, name of its attribute, what it is set to)."""
+"""(owner, name of its attribute, new value)."""
 LLAMA = FAMILIES["llama.LlamaModel"]
 
 FUSED_BOUND = 0.03
@@ -58,7 +58,7 @@ def fuse_in_place(
             setattr(owner, part, form)
         error = (_undisturbed(probed, module) - expected).norm(dim=-1) / expected.norm(dim=-1)
         bound = FUSED_BOUND * math.sqrt(1 + num_layers)
-        reason = None if error.median() <= bound else "its fused layers compute something else than its own"
+        reason = None if error.median() <= bound else "its fused layers do not compute the same as its modules"
     except torch.OutOfMemoryError:
         raise
     except Exception as refusal:  # of any kind, since kernels are compiled here

@@ -29,9 +29,12 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 class HeadSpec:
     """A head of any kind as data: every choice in its computation.
 
-    aux_layers: target states that it reads, each named by the layer that it enters. windows: window of each draft
-    layer; None: full attention. biases: names of the linear layers with a bias. owns_embed: it has its own embedding
-    table. draft_vocab_size: rows of its own lm_head; None: it uses the target's. softcap: of logits.
+    aux_layers: target states that it reads, each named by the layer that it enters.
+    windows: window of each draft layer; None: full attention.
+    biases: names of the linear layers with a bias.
+    owns_embed: it has its own embedding table.
+    draft_vocab_size: rows of its own lm_head; None: it uses the target's.
+    softcap: of logits.
     keys_are_values: V is K before its norm and RoPE.
     """
 

@@ -90,8 +90,8 @@ def module_tensors(names: Iterable[str], num_layers: int) -> list[dict[str, str]
 
 
 def _is_module(names: Mapping[str, str]) -> bool:
-    """Is it named as a module, or does it have a module's norms? Otherwise it is a layer of a longer model or of
-    another tower."""
+    """Are these the tensors of a module, by their names or a module's norms? Otherwise they are a layer of a longer
+    model or of another tower."""
     norms = tuple(f"{part}." for part in REQUIRED)
     return any(place.startswith(norms) or ".mtp" in f".{key}" for place, key in names.items())
 
@@ -132,8 +132,8 @@ def native_mtp_drafter(
             for place, stored in state.items():
                 if load_packed is None and not is_unquantised(stored):
                     raise UnsupportedModelError(
-                        f"its MTP tensor {names[place]} is packed ({stored.dtype}), and no quantization_config that is "
-                        "read next to it says how; give drafter=DIR of the unquantised checkpoint"
+                        f"its MTP tensor {names[place]} is packed ({stored.dtype}), and its config.json has no "
+                        "supported quantization_config; give drafter=DIR of the unquantised checkpoint"
                     )
             for part, own in (("embed", target.embed), ("head", target.user_head)):
                 if (tensor := state.get(f"{part}.weight")) is not None and equals_weight(tensor, own):

@@ -36,9 +36,12 @@ from specdec.modules.weight_watch import Weights
 class MtpFamily:
     """The conventions of a family's modules, which no tensor states.
 
-    form: form of several modules. normed_state: the target's state is read after its final norm. normed_carry: the
-    carry is z. hidden_first: the projection reads the hidden half first. like: the target layer whose attention a
-    module's block copies, if the target's config has no `mtp_layer_types`; tensors show whether its MLP has experts.
+    form: form of several modules.
+    normed_state: the target's state is read after its final norm.
+    normed_carry: the carry is z.
+    hidden_first: the projection reads the hidden half first.
+    like: the target layer whose attention a module's block copies, if the target's config has no `mtp_layer_types`;
+        tensors show whether its MLP has experts.
     """
 
     form: str = "C"

@@ -126,7 +126,7 @@ def layer_like(decoder: Any, like: int, layer: nn.Module) -> Any:
         made.load_state_dict(layer.state_dict(), assign=True)
     except (AttributeError, RuntimeError) as error:
         reason = first_line(error)
-        raise CheckpointError(f"its block is no layer like the target's layer {like}: {reason}") from error
+        raise CheckpointError(f"its block's tensors do not fit the target's layer {like}: {reason}") from error
     return made.requires_grad_(False).eval()
 
 

@@ -81,7 +81,7 @@ class PhaseOptions:
         "Acceptance lengths for which tokens/s are computed from the measured rounds (synthetic: nothing is forced). "
         "Default: 2,3 for random weights, else none.",
     )
-    layers: int | None = phase_option(None, "Layers of the shape, fewer than published; its figures say so.")
+    layers: int | None = phase_option(None, "Number of the shape's layers to keep; the report says so.")
     shrink: int = phase_option(1, "Divide all widths of the shape by this, up to 16.")
     profile: bool = phase_option(False, "On a GPU, also measure the time in which no kernel runs.", "--profile")
     plot_file: Path | None = phase_option(
@@ -173,7 +173,7 @@ class DoctorOptions(PairOptions):
     limit: int = option(8, "Number of prompts, at least 4.", min=4)
     max_new_tokens: int | None = option(None, "Tokens of each answer; default: 48, for MTP modules 96.", min=8)
     write_conventions: bool = option(
-        False, "Write the conventions found for MTP modules to mtp_conventions.json beside them.", "--write-conventions"
+        False, "Write conventions found for MTP modules to mtp_conventions.json next to them.", "--write-conventions"
     )
     raw: Raw = False
     json_file: JsonFile = None
@@ -192,19 +192,19 @@ class ServeOptions(HttpOptions, PairOptions):
     log_format: Literal["text", "json"] = operation_option("text", "Format of the log.")
     otlp_traces_endpoint: str | None = operation_option(None, "Endpoint for OpenTelemetry traces (OTLP over HTTP).")
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 is all of IPv4.")
-    port: int = option(8000, "0 picks a free one and prints it.", min=0, max=65535)
+    port: int = option(8000, "Port; 0 picks a free one and prints it.", min=0, max=65535)
     served_model_name: list[str] = option([], "Name of the model in requests; may be repeated. Default: the target.")
     api_key: list[str] = option([], "Accepted bearer token; may be repeated. Also SPECDEC_API_KEY.")
     batch_size: int = option(8, "Requests that run at a time.", min=1)
     max_waiting: int = option(256, "Requests that may wait; more are refused with 429.", min=0)
     max_model_len: int | None = option(None, "Longest prompt and output in tokens; default: the model's own.", min=1)
     max_prefill_tokens: int | None = option(
-        None, "Prompt tokens per step while requests decode; fewer: steadier. Default: by measured times.", min=1
+        None, "Prompt tokens per step; fewer: steadier streams. Default: by measured times.", min=1
     )
     page_size: int = option(1, "K/V slots per page.", min=1)
     deterministic: bool = option(False, "The same bits for any batch and any drafts.", "--deterministic")
     chat_template: Path | None = option(
-        None, "A Jinja file in place of the tokenizer's own.", exists=True, dir_okay=False
+        None, "Jinja file of a chat template, in place of the tokenizer's.", exists=True, dir_okay=False
     )
     cors_origin: list[str] = option([], "Origin whose pages may call from a browser; may be repeated; '*': any.")
     cached_tokens: bool = option(
@@ -219,7 +219,7 @@ def train(settings: TrainSettings) -> None:
         load("specdec.training.train_drafter", "train_drafter")(settings)
     except KeyboardInterrupt:
         kept = settings.out / "training"
-        raise Interrupted(f"what is done is kept in {kept}, the same command goes on") from None
+        raise Interrupted(f"finished work is kept in {kept}; the same command continues") from None
 
 
 @command("train", train, no_args_is_help=True)

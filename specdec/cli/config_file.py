@@ -43,7 +43,7 @@ def _entries(path: Path, kinds: Mapping[str, set[Any]]) -> dict[str, Any]:
     for entry, value in _table(path).items():
         name = entry.replace("-", "_")
         if name not in kinds or name == "config":
-            raise ConfigError(f"{str(path)!r}: {entry!r} is no option of specdec serve; see specdec serve --help")
+            raise ConfigError(f"{str(path)!r}: {entry!r} is not an option of specdec serve; see specdec serve --help")
         if name in found:
             raise ConfigError(f"{str(path)!r}: {entry!r} is there twice; leave one out")
         repeated = list[str] in kinds[name]
@@ -91,4 +91,4 @@ def _require_known_variables(known: set[str]) -> None:
     for name in sorted(os.environ):
         linked = "_PORT_" in name or ("_SERVICE_" in name and name.endswith(SERVICE_LINKS))
         if name.startswith(f"{PREFIX}_") and name not in expected and not linked:
-            raise ConfigError(f"the variable {name} is no option of specdec serve; see specdec serve --help")
+            raise ConfigError(f"the variable {name} is not an option of specdec serve; see specdec serve --help")

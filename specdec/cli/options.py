@@ -48,7 +48,7 @@ class PairOptions:
     target: str = option("tiny-gemma4", "Hub id, folder or bundled name.")
     drafter: str = option(
         "auto",
-        "Hub id, folder, bundled name, 'mtp', 'suffix', 'ngram' or 'none'; NAME,suffix: each round the one that pays; "
+        "Hub id, folder, bundled name, 'mtp', 'suffix', 'ngram' or 'none'; NAME,suffix: in each round the faster one; "
         "'auto': the MTP modules of the target's checkpoint, else its published drafter if it is on disk, else suffix.",
     )
     num_steps: int | None = option(
@@ -56,20 +56,20 @@ class PairOptions:
     )
     draft_topk: int = option(1, "Branches per node of the draft tree; 1: a chain.", min=1)
     num_draft_tokens: int | None = option(
-        None, "Verified nodes, the root included; default: 1 + draft-topk * num-steps, of a tree at most 64."
+        None, "Verified nodes, the root included; default: 1 + draft-topk * num-steps, for a tree at most 64."
     )
     adaptive: bool = option(
         True,
-        "Draft only as much as pays, down to nothing; or the same draft in every round.",
+        "In each round the draft (or none) that is expected to be fastest; or always the same draft.",
         "--adaptive/--fixed-drafts",
     )
     finished_tokens: int = option(
         0, "Output tokens of finished requests that 'suffix' also drafts from; 0: only the request's own text.", min=0
     )
     dtype: str | None = option(None, "float32, bfloat16 (bf16) or float16; default: float32 on the CPU.")
-    kv_dtype: str | None = option(None, "fp8: K/V in 8 bits; default: the dtype's own.")
+    kv_dtype: str | None = option(None, "fp8: K/V in 8 bits; default: the model's dtype.")
     device: str | None = option(None, "cpu, cuda, cuda:1, ...; default: the first GPU, else the CPU.")
-    tensor_parallel: int = option(1, "GPUs, from the device on, that share every layer of the target.", min=1)
+    tensor_parallel: int = option(1, "Number of GPUs, from --device on, that share every layer of the target.", min=1)
     revision: str | None = loading_option(None, "Branch, tag or commit of the target on the hub.")
     drafter_revision: str | None = loading_option(None, "Branch, tag or commit of the drafter on the hub.")
     trust_remote_code: bool = loading_option(False, "Run model code from the checkpoint.", "--trust-remote-code")
@@ -88,7 +88,7 @@ class PairOptions:
     )
     prefix_cache: bool = loading_option(True, "Share K/V of common prefixes.", "--prefix-cache/--no-prefix-cache")
     log_level: Literal["debug", "info", "warning", "error"] | None = loading_option(
-        None, "Lowest level of messages on standard error; default: warning, for serve info."
+        None, "Lowest level of messages on standard error; default: warning; info for serve."
     )
 
     def loading(self) -> dict[str, Any]:

@@ -135,9 +135,12 @@ class Trial:
 class Diagnosis:
     """The doctor's result for one pair.
 
-    read: facts of the pair, in words. acceptance: acceptance in the engine's rounds on `prompts` prompts. reference:
-    None if the drafter has no dense form. conventions: fields of `mtp_conventions.json`, if better ones were found for
-    MTP modules. memory: bytes of K/V by pool. seconds: duration.
+    read: facts of the pair, in words.
+    acceptance: acceptance in the engine's rounds on `prompts` prompts.
+    reference: None if the drafter has no dense form.
+    conventions: fields of `mtp_conventions.json`, if better ones were found for MTP modules.
+    memory: bytes of K/V by pool.
+    seconds: duration.
     """
 
     read: Mapping[str, str]

@@ -64,11 +64,14 @@ def diagnose(
 
     The pair answers the prompts greedily in a separate engine, then with one setting of the drafter changed at a time;
     a change that raises acceptance clearly is named. `healthy`: no change does, and the acceptance length is not 1.
-    prompts: at least 4 texts, or lists of token ids, similar to the pair's intended use; None: word problems. chat:
-    texts are turns of a chat; False: raw text. max_new_tokens: of each answer; None: 48, for MTP modules 96. It takes
-    time (`Diagnosis.seconds`), and memory for a second K/V cache, so do not run it while requests run. Raises
-    ConfigError for an engine without a drafter, fewer prompts, texts without a tokenizer, or answers not longer than
-    the drafts.
+    It takes time (`Diagnosis.seconds`), and memory for a second K/V cache, so do not run it while requests run.
+
+    prompts: at least 4 texts, or lists of token ids, similar to the pair's intended use; None: word problems.
+    chat: texts are turns of a chat; False: raw text.
+    max_new_tokens: of each answer; None: 48, for MTP modules 96.
+
+    Raises ConfigError for an engine without a drafter, fewer prompts, texts without a tokenizer, or answers not longer
+    than the drafts.
     """
     started = time.perf_counter()
     if engine.drafter is None:

@@ -67,12 +67,16 @@ def evaluate(
     """Run a task from `DATA_SETS`. Every process of `accelerate launch` returns the whole report.
 
     data: a JSONL file, a folder with it, or "hub"; for gsm8k also "bundled" (generated; what tiny-gemma4 learned) or
-    "auto" (bundled for tiny-gemma4, else hub). limit: number of problems, the first of every category; 0: all. shots
-    (gsm8k): worked examples before each problem; None: 0 with a chat template, else 8. instruction: a line after each
-    question. compare: also decode without the drafter; None: if there is a drafter, except for gsm8k. params.seed
-    (default 0) and its number give each problem's seed. folder: keeps finished turns, to resume from with the same
-    settings, or another limit. loading, drafter_options: how target and drafter are loaded, as
-    `Engine.from_pretrained` takes them. Ctrl-C raises Interrupted with the report of the finished problems.
+        "auto" (bundled for tiny-gemma4, else hub).
+    limit: number of problems, the first of every category; 0: all.
+    shots (gsm8k): worked examples before each problem; None: 0 with a chat template, else 8.
+    instruction: a line after each question.
+    compare: also decode without the drafter; None: if there is a drafter, except for gsm8k.
+    params: params.seed (default 0) and a problem's number give the problem's seed.
+    folder: keeps finished turns, to resume from with the same settings, or another limit.
+    loading, drafter_options: how target and drafter are loaded, as `Engine.from_pretrained` takes them.
+
+    Ctrl-C raises Interrupted with the report of the finished problems.
     """
     require_one_of("task", task, DATA_SETS)
     data_set = DATA_SETS[task]
@@ -134,7 +138,7 @@ def evaluate(
     with ExitStack() as stack:
         keep = Path(folder or stack.enter_context(TemporaryDirectory()))
         found = gather_object(read_transcripts(keep, settings))
-        # of batches that are made now: the size of a batch may change how many drafts are accepted
+        # only records of the present batches: another batch size may change how many drafts are accepted
         present = {fingerprint(problems, batch) for batch in batches}
         records = {(record["index"], record["turn"]): record for record in found if record["batch"] in present}
         file = stack.enter_context(open_transcripts(keep, settings, state.process_index))
@@ -156,7 +160,7 @@ def evaluate(
                 update(len(records))
         except KeyboardInterrupt as stop:
             done = set().union(*(batch for batch in batches if records.keys() >= ask.keys(batch)))
-            where = f", kept in {folder}: the same command goes on" if folder else ""
+            where = f", kept in {folder}: the same command continues" if folder else ""
             finished = [record for record in records.values() if record["index"] in done]
             made = report(finished) if finished and state.num_processes == 1 else None
             raise Interrupted(f"{len(done)} of {len(chosen)} problems are finished{where}", made) from stop
@@ -296,6 +300,6 @@ def _lines_of(path: Path) -> list[Record]:
         except ValueError:
             record = None
         if not isinstance(record, dict) or (lines and "batch" not in record):
-            raise ConfigError(f"{path}:{number} is no transcript of this version; use another folder")
+            raise ConfigError(f"{path}:{number} is not a transcript of this version; use another folder")
         lines.append(record)
     return lines

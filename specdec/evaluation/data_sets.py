@@ -141,14 +141,14 @@ def _problem(name: str, row: Mapping[str, Any], where: str) -> Problem:
 
 def _user_turn(message: Any, where: str) -> str:
     if not isinstance(message, dict) or message.get("role") != "user" or not isinstance(message.get("content"), str):
-        raise ConfigError(f"{where}: 'messages' has one that is no user's text; user turns alone are read")
+        raise ConfigError(f"{where}: 'messages' holds one that is not a user's text; only user turns are read")
     text: str = message["content"]
     return text
 
 
 EXEMPLARS = read_prompts(BUNDLED_DIR / "gsm8k_exemplars.jsonl")
 NEXT_PROBLEM = "Question:"
-"""Stop string after worked examples: without it a model goes on to invent the next problem."""
+"""Stop string after worked examples: without it a model continues with an invented problem."""
 
 
 def question_text(question: str, chat: bool, shots: int, instruction: str) -> str:

@@ -60,10 +60,12 @@ class CaptureRule(NamedTuple):
 class CaptureStats(NamedTuple):
     """Captures of an engine, and runs without a capture.
 
-    captured: rounds and prompt forwards that can be replayed now. made, evicted, refused: captures made so far, evicted
-    for others, and failed for any reason. bytes: memory of all captures and their results, on the device that holds
-    most. budget_bytes: upper bound on `bytes`; None: no bound, or nothing is captured. uncaptured_rounds,
-    uncaptured_prompts: rounds (and a drafter's catching up) and prompt forwards launched kernel by kernel.
+    captured: rounds and prompt forwards that can be replayed now.
+    made, evicted, refused: captures made so far, evicted for others, and failed for any reason.
+    bytes: memory of all captures and their results, on the device that holds most.
+    budget_bytes: upper bound on `bytes`; None: no bound, or nothing is captured.
+    uncaptured_rounds, uncaptured_prompts: rounds (and a drafter's catching up) and prompt forwards launched kernel by
+        kernel.
     """
 
     captured: int = 0
@@ -101,7 +103,7 @@ def next_power_of_two(size: int) -> int:
 
 
 def default_budget(*devices: torch.device) -> int | None:
-    """Default of `EngineConfig.max_capture_bytes` on these devices: what the fullest device can give. None: nothing is
+    """Default of `EngineConfig.max_capture_bytes` on these devices, as the fullest of them allows. None: nothing is
     captured on these devices."""
     if devices[0].type != "cuda":
         return None
@@ -138,11 +140,15 @@ class CapturedProgram(NamedTuple):
 class CaptureStore:
     """All captures of one engine, by shape.
 
-    If a capture fails, the program runs eagerly, is counted (`stats`), and its capture is tried again later. capture:
-    None: all programs run eagerly, and none is counted. memory: sizes are known only if it is a `CaptureMemory`.
-    budget_bytes: None: no bound. shared_bytes: bytes of the tensors that receive the results of captured programs.
-    weights_generation: changes when weights have moved. view_key: key of the K/V view of programs that run now. strict:
-    a failed capture is a ConfigError, unless memory or budget is too small for a long prompt.
+    If a capture fails, the program runs eagerly, is counted (`stats`), and its capture is tried again later.
+
+    capture: None: all programs run eagerly, and none is counted.
+    memory: sizes are known only if it is a `CaptureMemory`.
+    budget_bytes: None: no bound.
+    shared_bytes: bytes of the tensors that receive the results of captured programs.
+    weights_generation: changes when weights have moved.
+    view_key: key of the K/V view of programs that run now.
+    strict: a failed capture is a ConfigError, unless memory or budget is too small for a long prompt.
     """
 
     def __init__(
@@ -225,14 +231,14 @@ class CaptureStore:
     def _make(self, shape: Hashable, programs: Sequence[Program], pool: str) -> None:
         """Capture these programs; evict the least recently used captures until they fit the budget.
 
-        Raises what a program raises. Out of memory is raised only after all other captures were evicted and the capture
-        was tried again (at once for SPARE_POOL). Raises OverBudget when the capture does not fit the budget alone (for
-        SPARE_POOL: next to those of other pools), recorded twice.
+        Raises any error of a program. Out of memory is raised only after all other captures were evicted and the
+        capture was tried again (at once for SPARE_POOL). Raises OverBudget if the capture alone (for SPARE_POOL: next
+        to those of other pools), even recorded again, exceeds the budget.
         """
         self._record(shape, programs, pool)
         while self._over() and (others := self._evictable(pool)):
             self._evict(others[0])
-        if self._over():  # in a pool that has grown for others, perhaps
+        if self._over():  # perhaps its pool grew for others: record it in a new one
             self._drop(shape)
             self._record(shape, programs, pool)
         if self._over():

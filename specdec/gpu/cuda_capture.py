@@ -96,7 +96,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def taken_beside_torch() -> int:
-    """Bytes of the current device that are in use, but not by this process's torch allocator."""
+    """Bytes in use on the current device outside this process's torch allocator."""
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
 

@@ -111,8 +111,8 @@ class PeerRanks(Ranks):
 
     Gathers alternate between two half-buffers. Half A is rewritten only after a gather into half B, and by then all
     ranks have read A. So the number of gathers per forward must be even (`end` adds a `join` to an odd number of
-    steps). `collect` writes only to rank 0, into half A. Other ranks may do this only if rank 0 has sent something
-    since the last `collect`, because rank 0 sends after it has read.
+    steps). In a `collect`, other ranks write to half A of rank 0. They may do so again only after rank 0 has sent
+    something, because rank 0 sends after it has read.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -189,8 +189,8 @@ class PeerRanks(Ranks):
         return [out.view(parts[0].shape) for out in whole]
 
     def _exchange(self, parts: Sequence[torch.Tensor], owners: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Every rank pushes its part, or what it owns of the whole, and waits for the others -> the whole, flat, on
-        each."""
+        """Every rank pushes its part, or the parts of the whole that it owns, and waits for the others -> the whole,
+        flat, on each."""
         num_whole = parts[0].numel() * (len(self) if owners[0] is None else 1)
         assert num_whole <= self.room, f"{num_whole=} {self.room=}"
         first = self._step % 2 * self.room

@@ -1,4 +1,4 @@
-"""What every kernel stands on: Triton or a stand-in, the limits of a device, and dependent launches.
+"""The base of all kernels: Triton or a stand-in, the limits of a device, and dependent launches.
 
 `triton` and `tl` are Triton's where it is installed (Linux); elsewhere stand-ins, so that kernel files import. Without
 Triton every launcher runs its plain-torch reference, and no kernel is launched. Every attribute of the stand-in is the

@@ -149,7 +149,8 @@ class FusedLayer(nn.Module):
         return ops(norm)(added, post=parts.ple.norm, residual=hidden, late=parts.norms_late, **end)
 
     def _attend(self, qkv: RotatedQKV, product: Product, normed: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        """Attention of some rows -> [R, Hq D], gated by their product or their normed states if the model does so."""
+        """Attention of some rows -> [R, Hq D], gated if the model does so: by the rows' product or by their normed
+        states."""
         parts, ops = self.parts, self.ops
         attended = context.attend_tokens(
             self.index, *qkv, scaling=parts.scaling, softcap=parts.softcap, sinks=parts.sinks

@@ -47,7 +47,7 @@ class Symptom:
 
 
 Check = tuple[str, tuple[type, ...], Callable[[Any, CheckedPair], Symptom | None]]
-"""A cause's name, the drafters that it applies to, and what looks for its symptom."""
+"""A cause's name, the drafters that it applies to, and the function that looks for its symptom."""
 
 
 def rope_of_assistant(drafter: Gemma4MTPDrafter, subject: CheckedPair) -> Symptom | None:

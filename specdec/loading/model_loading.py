@@ -79,7 +79,7 @@ class Checkpoint:
         """Its config.json. Raises CheckpointError in one sentence."""
         known = f"give a checkpoint folder, a hub id, or one of {', '.join(BUNDLED_NAMES)}"
         if self.name.strip().lower() in NO_NAMES:
-            raise CheckpointError(f"{self.name!r} names no checkpoint; {known}; a drafter of None is no drafter")
+            raise CheckpointError(f"{self.name!r} names no checkpoint; {known}; for no drafter, pass None")
         if self.name.lower().endswith(".gguf"):
             raise CheckpointError(f"{self.name!r}: {NO_GGUF}")
         if Path(self.path).is_dir():
@@ -135,7 +135,7 @@ class Checkpoint:
             read = config_read_as(self.config, self.path) or AutoConfig.from_pretrained(self.path, **self.hub_options)
             for part in (read, *(getattr(read, name, None) for name in read.sub_configs)):
                 if part is not None:
-                    part.return_dict = True  # otherwise modules return tuples, of which nothing is named
+                    part.return_dict = True  # otherwise modules return tuples without names
             return read
         except Exception as error:  # its checks raise their own errors, and unchecked values raise anything
             trust = " If you trust it, give trust_remote_code=True (--trust-remote-code)"
@@ -180,9 +180,7 @@ class Checkpoint:
         except Exception as error:  # transformers raises many kinds of errors for a checkpoint
             unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if unknown is not None and unknown[1] in self.options:
-                raise ConfigError(
-                    f"{unknown[1]} is no loading argument that transformers knows; leave it out"
-                ) from error
+                raise ConfigError(f"{unknown[1]} is not a loading argument of transformers; leave it out") from error
             reason = damaged_file(self.config_file.parent)
             from_files = reason is not None or isinstance(error, (OSError, RuntimeError, SafetensorError))
             if isinstance(error, SpecDecError):  # such as broken promises about packed weights

@@ -63,7 +63,7 @@ def memory_plan(
     Raises CheckpointError, ConfigError, UnsupportedModelError.
     """
     if config.tensor_parallel > 1:
-        raise ConfigError(f"tensor_parallel={config.tensor_parallel}: memory is told of one device; leave it out")
+        raise ConfigError(f"tensor_parallel={config.tensor_parallel}: memory is planned for one device; leave it out")
     checkpoint = Checkpoint.from_name(target, target_options)
     require_target(f"target={target!r}", checkpoint.config)
     device = pick_device(None) if config.device is None else torch.device(config.device)

@@ -41,10 +41,12 @@ class Cell:
     """Figures of one way of decoding at one batch size and context.
 
     ms: times of a round ("round"), of its stages, and of the host's part; for a peer, of its step or round.
-    uncaptured: timed rounds whose kernels were launched one by one. floor_ms: memory floor of one round. idle_ms: time
-    of a round in which no kernel ran. break_even: acceptance length from which a round is faster than plain decoding.
-    acceptance_length: of the timed rounds. ready_s: seconds from loaded weights to an engine with captured rounds,
-    compilation included.
+    uncaptured: timed rounds whose kernels were launched one by one.
+    floor_ms: memory floor of one round.
+    idle_ms: time of a round in which no kernel ran.
+    break_even: acceptance length from which a round is faster than plain decoding.
+    acceptance_length: of the timed rounds.
+    ready_s: seconds from loaded weights to an engine with captured rounds, compilation included.
     """
 
     run: str
@@ -75,7 +77,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseReport:
-    """All cells of a run, and what was measured.
+    """All cells of a run, and its conditions.
 
     subject: the pair or the shape. shrunk: how the shape was made smaller. assumed: acceptance lengths are supposed,
     not measured. weights: how target and drafter store theirs.

@@ -72,7 +72,7 @@ class RandomPacking:
     def group_of(self, columns: int) -> int:
         """The largest group up to `group` that divides K. Raises ConfigError if K cannot be packed."""
         if columns % COLUMN_MULTIPLE:
-            raise ConfigError(f"weights={self.name!r}: {columns} columns are no multiple of {COLUMN_MULTIPLE}")
+            raise ConfigError(f"weights={self.name!r}: {columns} columns are not a multiple of {COLUMN_MULTIPLE}")
         return columns if self.group is None else gcd(self.group, columns)
 
 

@@ -1,8 +1,8 @@
-"""Times functions that generate (`Runner`) against each other on the same prompts, with their figures: what
-`specdec bench` and `specdec eval` share.
+"""Times functions that generate (`Runner`) against each other on the same prompts, and computes their figures, for
+`specdec bench` and `specdec eval`.
 
 Runners take turns batch by batch, so that a slow moment of a shared machine affects all of them; processor time shows
-how much of the machine others took. It does not know what is compared, or what is reported.
+how much of the machine others took. This file does not know what is compared or reported.
 
 TTFT is the time from a request's submission to its first token. TPOT is the time per token after the first; its mean is
 over requests, like `vllm bench serve` (TPOT) and AIPerf (ITL).

@@ -1,7 +1,7 @@
 """Steps an engine through rounds of the same requests, and times each round.
 
 The engine itself notes when a round was settled, its stage times as the device stamped them, and how long the host
-waited for results; here they are read after each step. It does not know what is compared with these times.
+waited for results; here they are read after each step. This file does not know what is compared with these times.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,13 +1,13 @@
-"""A model described by its config and modules: everything that is known of a target before weights are read. Configs,
-placements and stacks of layers that the runtime does not reproduce are refused, before anything runs.
+"""Describes a target from its config and modules, before weights are read. Refuses configs, placements and stacks of
+layers that the runtime does not reproduce, before anything runs.
 
     layout           layer types and owners by the config; heads, sizes and windows by each layer's first attention call
     context length   by the config
 
-Configs describe heads and sizes in too many ways, so the calls count. For example, multi-head latent attention expands
-K to 192 and V to 128 numbers per head while `config.head_dim` is 64; and a window may or may not count the query's own
-key. Whether a layer has a window is taken from the config, since some classes apply windows only in a mask; if call and
-config disagree, the probe refuses the model.
+Configs describe heads and sizes in too many ways, so the recorded calls decide. For example, multi-head latent
+attention expands K to 192 and V to 128 numbers per head while `config.head_dim` is 64; and a window may or may not
+count the query's own key. Whether a layer has a window is taken from the config, since some classes apply windows only
+in a mask; if call and config disagree, the probe refuses the model.
 
 Invariant of the context length: up to `max_len` tokens, the encoding of a position does not depend on the other rows of
 a forward, so neither a batch nor a draft can change a request. RoPE of the types `longrope` and `dynamic` changes its
@@ -107,9 +107,10 @@ class GeometryContext:
 class ContextLength(NamedTuple):
     """How many tokens of a sequence a model can serve.
 
-    default: length if the user sets none. max_len: the largest allowed length (None: any). why: reason of that limit.
+    default: length if the user sets none.
+    max_len: the largest allowed length (None: any). why: reason of that limit.
     end: the first position that cannot be computed, or not independently of other rows. None: all positions can be
-    computed, even beyond the model's training; only drafters use these.
+        computed, even beyond the model's training; only drafters use these.
     """
 
     default: int | None
@@ -247,8 +248,8 @@ def require_placed(name: str, model: PreTrainedModel) -> None:
         if type(module).__module__.startswith(DYNAMIC_INT8):
             raise UnsupportedModelError(
                 f"{name} is quantised dynamically (its module {path} is a {type(module).__module__}."
-                f"{type(module).__name__}), which specdec does not support: activations are rounded by the batch "
-                "that they are in; give the model before quantisation, or quantise its weights alone"
+                f"{type(module).__name__}), which specdec does not support: rounding of activations depends on "
+                "the batch; give the model before quantisation, or quantise its weights alone"
             )
     placement = getattr(model, "hf_device_map", None) or {}
     devices = {str(device) for device in placement.values()} | {w.device.type for w in model.parameters()}

@@ -73,8 +73,8 @@ class PausedOutline:
         self._done = 0
 
     def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """Called for each layer: in the first run it notes the call; in the second it returns the last layer's
-        result, which no stand-in changes."""
+        """Called in place of each layer. The first run notes the call; the second returns the last layer's result,
+        which no stand-in changes."""
         if self._hidden is not None:
             return self._hidden
         self._calls.append((layer, args, {**kwargs, "specdec_ctx": self._context}))

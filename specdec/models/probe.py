@@ -46,7 +46,7 @@ CROWD = 16
 """Copies of both texts in the batch of the other size."""
 
 MANY_ROWS = 80
-"""More rows of a forward than the smallest tiles of its products hold."""
+"""Rows of a forward, more than the smallest tiles of its products hold."""
 
 Run = Callable[[torch.Tensor, torch.Tensor, object], torch.Tensor]
 """tokens [1, T], positions [1, T] and an attention context -> states after the final norm [1, T, H]."""

@@ -1,9 +1,9 @@
 """Checkpoints by short names: the bundled ones, and pairs of targets and drafters (bundled, or on the hub) with their
 settings and published acceptance lengths, from `bundled/published_pairs.json`.
 
-Steps for Gemma 4 are the best of vLLM's figures for one H100 (PR 41745, without 12B). Memory is for the weights of both
-models, without encoders if these are quantised; the KV cache takes a share of the rest. Acceptance lengths are others'
-figures on their own data; only those of bundled pairs were measured here.
+Steps for Gemma 4 (except 12B) are the fastest in vLLM's figures for one H100 (PR 41745). Memory is for the weights of
+both models, without encoders if these are quantised; the KV cache takes a share of the rest. Acceptance lengths are
+others' figures on their own data; only those of bundled pairs were measured here.
 """
 
 import json
@@ -42,10 +42,11 @@ class PublishedPair:
     """A target and its drafter. num_steps: drafts per round. memory: weights of both in `dtype`; `quantised` target
     weights as stored.
 
-    shape: name in `measurement/model_shapes.py`; a pair with a shape is a recipe. form: storage of `quantised` weights,
-    a name of `specdec bench --weights`. gpus: devices that share the target. multiples: measured time of a plain step
-    of one request divided by its memory floor, by GPU. assumed: the multiple of a similar pair, if this one was not
-    measured; 0: unknown.
+    shape: name in `measurement/model_shapes.py`; a pair with a shape is a recipe.
+    form: storage of `quantised` weights, a name of `specdec bench --weights`.
+    gpus: devices that share the target.
+    multiples: measured time of a plain step of one request divided by its memory floor, by GPU.
+    assumed: the multiple of a similar pair, if this one was not measured; 0: unknown.
     """
 
     name: str

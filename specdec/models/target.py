@@ -62,10 +62,11 @@ class TargetModel(DescribedModel):
     Raises UnsupportedModelError if the model cannot run exactly over a paged cache: every layer is probed.
 
     ops: operations of fused layers; None: transformers' modules run. `unfused`: why fused layers do not run; None: they
-    run. deterministic: the bits of a row do not depend on the other rows of a forward; this is checked at construction.
-    Fused layers on kernels have this property; the products of all others run in tiles of rows (`in_tiles`). ranks:
-    devices that share its layers. The model is probed where it is (such as in host memory), then the shares are
-    compared with it. Raises ConfigError if the layers cannot be divided.
+        run.
+    deterministic: the bits of a row do not depend on the other rows of a forward; this is checked at construction.
+        Fused layers on kernels have this property; the products of all others run in tiles of rows (`in_tiles`).
+    ranks: devices that share its layers. The model is probed where it is (such as in host memory), then the shares are
+        compared with it. Raises ConfigError if the layers cannot be divided.
     """
 
     def __init__(

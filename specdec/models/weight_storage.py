@@ -94,7 +94,7 @@ def grid_of(weight: torch.Tensor) -> str | None:
             return None
         ordered = rows[:, : rows.shape[1] // size * size].reshape(-1, size).sort(dim=1).values
         is_new = ordered.diff(dim=1, prepend=ordered.new_full((len(ordered), 1), torch.nan)) != 0
-        counted = ordered != 0  # of a sparse matrix
+        counted = ordered != 0  # zeros of a sparse matrix do not count
         if float((is_new & counted).sum() / counted.sum()) < least:
             return form
     return NONE

@@ -32,7 +32,7 @@ class CpuThreads:
 
     @contextmanager
     def limited(self) -> Iterator[None]:
-        """Within the block, forwards get the threads of a small one until `fit` sets more. Afterwards the thread's
+        """Within the block, forwards use as many threads as a small one, until `fit` sets more. Afterwards the thread's
         earlier number is restored."""
         self._most = torch.get_num_threads()
         self.fit(1)

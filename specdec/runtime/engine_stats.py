@@ -34,12 +34,15 @@ MAX_ROUNDS_WITHOUT_CHECK = 8000
 counts (request, round) pairs: 128 requests reach it in 8 rounds, when few drafts were tried."""
 
 FEW_ACCEPTED = 0.02
-"""A pair counts as broken if fewer of its drafts have a right first token. A random draft is right once in the size of
-the vocabulary. Prompt lookup in a text without repetitions is below this bound too."""
+"""A pair counts as broken if fewer of its drafts have a right first token. A random draft is right with a probability
+of 1 / vocabulary size. Prompt lookup in a text without repetitions is below this bound too."""
 
 
 class PoolStats(NamedTuple):
-    """KV slots of pools: held by requests now, the most held in each, kept by the prefix cache alone, and all."""
+    """KV slots, summed over pools.
+
+    held: by requests, now. peak: the most ever held in each pool. cached: by the prefix cache alone. capacity: all.
+    """
 
     held: int
     peak: int
@@ -86,12 +89,15 @@ NO_DRAFT_STATS = DraftStats()
 class EngineStats(RequestStats):
     """`RequestStats` summed over all requests that ended by themselves, and the present state of the engine.
 
-    finished, aborted: requests that ended; failed ones count as aborted. waiting, running: requests that have not.
-    batches, batch_seconds: rounds of the engine, each for all decoding requests (`rounds` counts one for each of them),
-    and their time. captures: captured rounds and prompts, and eager runs. drafts: which drafts rounds had, and why.
+    finished, aborted: requests that ended; failed ones count as aborted.
+    waiting, running: requests that have not.
+    batches, batch_seconds: rounds of the engine, and their time (`rounds` counts a round once per decoding request).
+    captures: captured rounds and prompts, and eager runs.
+    drafts: which drafts rounds had, and why.
     prompt_gap_ms: the longest time between two tokens of a decoding request while one prompt of `max_model_len` tokens
-    is read, from measured times; each further request that waits for its first token adds half a round. 0.0 until that
-    is known. devices: memory of each device of the target, in the order of ranks.
+        is read, from measured times; each further request that waits for its first token adds half a round. 0.0 until
+        that is known.
+    devices: memory of each device of the target, in the order of ranks.
     """
 
     finished: int = 0
@@ -166,7 +172,7 @@ BROKEN_ADVICE = (
     "near zero')"
 )
 TOO_SELDOM = (
-    "they are tried so seldom since they do not pay here: SpecConfig(adaptive=False) or `specdec doctor` tells "
+    "drafts are tried so rarely because they do not pay here: SpecConfig(adaptive=False) or `specdec doctor` tells "
     "whether the drafter's tokens or its time are at fault (docs/troubleshooting.md, 'Acceptance near zero')"
 )
 

@@ -74,12 +74,13 @@ def copy_to_host(numbers: torch.Tensor) -> torch.Tensor:
 class Launch:
     """A round or a group of prompt chunks on the device, and the requests that had a row in it.
 
-    batch: the requests; if one has lost its row since the launch, its result is ignored. drawing: batch indices of the
-    requests whose prompt ends here and that draw their first token; None for a round. packed: the result; `shape` says
-    how to read it. draft_depth [B]: deepest draft that each request could accept. forced [B]: number of tokens that
-    each request's grammar forced. scores: requested log-probabilities of prompt tokens, copied to the host before
-    `packed`. lag_seconds: host time in which the drafter read its lag before the round; 0 if rounds are
-    captured.
+    batch: the requests; if one has lost its row since the launch, its result is ignored.
+    drawing: batch indices of the requests whose prompt ends here and that draw their first token; None for a round.
+    packed: the result; `shape` says how to read it.
+    draft_depth [B]: deepest draft that each request could accept.
+    forced [B]: number of tokens that each request's grammar forced.
+    scores: requested log-probabilities of prompt tokens, copied to the host before `packed`.
+    lag_seconds: host time in which the drafter read its lag before the round; 0 if rounds are captured.
     """
 
     batch: RequestBatch
@@ -235,7 +236,7 @@ class Launches:
     ) -> None:
         """Update the draft policy from a settled round.
 
-        gained: output tokens of all its requests together; 0 in a round without drafts, where they are not counted.
+        gained: output tokens of all its requests together; 0 in a round without drafts, whose tokens are not counted.
         seconds: since the end of the previous round if the device ran without a pause between them, else since the
         start of this round.
         """
@@ -251,7 +252,7 @@ class Launches:
         """Count a settled round, and its accepted drafts unless the lookup next to a model drafted them."""
         self.totals.batches += 1
         self.totals.batch_seconds += sum(result.seconds.values())
-        if self._captured:  # then the host's time is hidden
+        if self._captured:  # the host works while the device does, so its time does not count
             self._scheduler.prompt_gap.learn_round(sum(result.seconds.values()))
         if not by_lookup:
             drafted = (result.draft_depth > 0) & (result.forced == 0)
@@ -292,7 +293,8 @@ def _settle(request: Request, *gained: Any) -> None:
 
 
 def _select_present(values: Any, present: Sequence[int]) -> Any:
-    """Those of the requests numbered `present`, of a list or an array by request; the same object if all are."""
+    """Select the entries at indices `present` of a list or array by request; returns `values` itself if all are
+    present."""
     if len(present) == len(values):
         return values
     return values[present] if isinstance(values, np.ndarray) else [values[i] for i in present]

@@ -35,9 +35,11 @@ class RequestState(Enum):
 class RequestProgress(NamedTuple):
     """Progress of a request. It is replaced as a whole, so a step either applies to the request fully or not at all.
 
-    num_tokens: prompt and output. stats: its figures, except those of the rounds that `row_totals` counts in `row`.
+    num_tokens: prompt and output.
+    stats: its figures, except those of the rounds that `row_totals` counts in `row`.
     row_totals: None if no round was settled since the request got its row, or if the output ended within a round.
-    reader: decodes the output so far, for stop strings. grammar_state: None: it has no grammar.
+    reader: decodes the output so far, for stop strings.
+    grammar_state: None: it has no grammar.
     """
 
     num_tokens: int
@@ -70,7 +72,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     row: int = -1
     row_epoch: int = 0  # incremented when the row is lost; results launched under an older one are ignored
-    failed_at: int = field(default=-1, init=False)  # what it had reached when a step last raised: see `StepFaults`
+    failed_at: int = field(default=-1, init=False)  # tokens reached when a step last raised: see `StepFaults`
     submit_time: float = field(default_factory=time.perf_counter)
     key: IntArray | None = field(default=None, init=False)  # key of its tokens in the prefix cache
     awaited_request: int = field(default=-1, init=False)  # number of the request whose prefix it waits for
@@ -228,7 +230,7 @@ class Request:
             for token in emitted:
                 called = "grammar"
                 if state is not None and (state := state.after(token)) is None:
-                    logger.warning("request %d ends here: its grammar cannot go on with any token", self.id)
+                    logger.warning("request %d ends here: its grammar allows no next token", self.id)
                     finish_reason = "abort"
                     break
                 taken += 1
@@ -261,7 +263,8 @@ class Request:
         return reader.find_stop(TokenView(self._tokens, len(self.prompt), len(self._tokens)), self.stops)
 
     def _stats_after(self, row_totals: RowTotals | None, taken: int, num_drafts: int, num_forced: int) -> RequestStats:
-        """Its figures after it has taken the token after its prompt, or the first tokens of a round and no more."""
+        """The request's figures after the token drawn at the end of a prefill, or after a round of which it took only
+        the first `taken` tokens."""
         stats, seconds = self.stats.copy(), time.perf_counter() - self.submit_time
         if self.num_output == 0:
             stats.first_token_seconds = seconds

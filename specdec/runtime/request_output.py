@@ -28,12 +28,15 @@ SECONDS = ("draft_seconds", "verify_seconds", "other_seconds")
 class RequestStats:
     """Figures of one request, or (summed) of many: speculation, cache hits and times.
 
-    `drafted_rounds`: rounds with drafts. `drafted_round_tokens`: tokens emitted in them, the bonus included.
-    `draft_tokens`: depths of their drafts, summed. `draft_nodes`: nodes verified in them, without roots.
-    `drafted_counts[i]`: rounds with drafts at least i + 1 deep. `accepted_counts[i]`: those of them that emitted draft
-    i + 1. A round that ends the output counts only as deep as it emitted.
-    `forced_tokens`: tokens that a grammar forced, verified in the place of drafts in `forced_rounds`.
-    `cached_tokens`: prompt tokens whose K/V were found in the prefix cache.
+    drafted_rounds: rounds with drafts.
+    drafted_round_tokens: tokens emitted in rounds with drafts, the bonus included.
+    draft_tokens, draft_nodes: depths of drafts, summed; nodes verified, without roots.
+    drafted_counts: at i, rounds with drafts at least i + 1 deep.
+    accepted_counts: at i, rounds of these that emitted draft i + 1. A round that ends the output counts only as deep as
+        it emitted.
+    forced_tokens: tokens that a grammar forced, verified in the place of drafts in `forced_rounds`.
+    cached_tokens: prompt tokens whose K/V were found in the prefix cache.
+
     Seconds are a request's share of its batch's time, with three exceptions: queue, from its submission to its row;
     first_token, from its submission to its first token; decode, from its first to its newest token.
     """
@@ -70,7 +73,7 @@ class RequestStats:
     def accepted_per_position(self) -> list[float]:
         """For each depth, the share of accepted drafts among the rounds that had a draft at this depth."""
         by_depth = zip(self.accepted_counts, self.drafted_counts, strict=False)  # older records lack the second
-        return [accepted / drafted for accepted, drafted in by_depth if drafted]  # zeros: taken out by `add`, and last
+        return [accepted / drafted for accepted, drafted in by_depth if drafted]  # `add` may leave zeros at the end
 
     def copy(self) -> "RequestStats":
         """Copy these figures; lists are replaced, never changed, so they are shared."""
@@ -100,8 +103,8 @@ _SUMS = tuple(name for name in _NAMES if name not in _BY_DEPTH)
 
 
 class RowTotals:
-    """Sums of each row's rounds. shares: a request's SECONDS of the newest round. num_drafted: its nodes, without the
-    root. settled_at: when it was settled, on the host's clock."""
+    """Sums of each row's rounds. Of the newest round: shares, one request's part of each of SECONDS; num_drafted, its
+    nodes without the root; settled_at, the host's time when it was settled."""
 
     def __init__(self, num_rows: int) -> None:
         self.shares = [0.0] * len(SECONDS)

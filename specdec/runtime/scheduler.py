@@ -97,7 +97,8 @@ class Scheduler:
         return len(_in_state(self.running, RequestState.PREFILL)) + len(self.waiting)
 
     def batch_of(self, requests: Sequence[Request]) -> RequestBatch:
-        """The batch of these requests, each of which has a row. If the step before had the same, it is that one."""
+        """The batch of these requests, each of which has a row. Returns a recent batch of the same requests, if there
+        is one."""
         for batch in self._batches:
             same = requests is batch.requests or requests == batch.requests
             if same and len(batch.present()) == len(requests):
@@ -173,7 +174,7 @@ class Scheduler:
             if self.running and (due > available).any():
                 break
             if self.prefixes.should_wait_for_prefix(request, rank(request)):
-                put_off += 1  # a row is left for it
+                put_off += 1  # reserve a row for it
                 continue
             due = due + self._pages_to_begin(request)
             if self.running and (due > available).any():

@@ -57,9 +57,12 @@ class DraftNeeds(NamedTuple):
 class CacheNeeds:
     """Slots and bytes of K/V that a full batch of requests needs if memory is unlimited. Lists are by group.
 
-    layouts: of the target, and of a drafter that keeps K/V. max_lag: see `RequestTable`. slot_bytes: bytes of one token
-    in all layers of the group. held: slots of one request while it decodes. slots: slots of a full batch during
-    prefill; between prefills, spare window slots hold cached prefixes. state_bytes: recurrent states of one request.
+    layouts: of the target, and of a drafter that keeps K/V.
+    max_lag: see `RequestTable`.
+    slot_bytes: bytes of one token in all layers of the group.
+    held: slots of one request while it decodes.
+    slots: slots of a full batch during prefill; between prefills, spare window slots hold cached prefixes.
+    state_bytes: recurrent states of one request.
     """
 
     def __init__(

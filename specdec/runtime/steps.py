@@ -71,7 +71,7 @@ class Steps:
         self.scheduler.restart(requests)
 
     def drop_lost(self) -> None:
-        """Drop launched work whose rows are lost or whose weights have moved. The next step may be far away."""
+        """Drop launched work whose rows are lost or whose weights have moved, without waiting for the next step."""
         self.prefill.drop_lost()
         self.launches.settle_all(left=len(self.launches.unsettled))  # the oldest whose rows are all lost
 
@@ -120,7 +120,8 @@ class Steps:
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
         """Launch a round of the requests that can still get a token from it, then settle the launches that are due."""
         batch = self.scheduler.batch_of(requests)
-        known = self.table.committed_len.host[batch.rows] + 1  # the newest token, drawn at least, has no K/V
+        # + 1: the newest token, drawn but perhaps not settled, has no K/V yet
+        known = self.table.committed_len.host[batch.rows] + 1
         remaining = (batch.max_total_len - known - self.launches.rounds_due()[batch.rows]).tolist()
         if remaining and min(remaining) <= 0:
             going_on = [request for request, left in zip(requests, remaining, strict=True) if left > 0]

@@ -260,7 +260,7 @@ def choose_kernel(
     p_list_id += i_row * capacity
     p_list_x += i_row * capacity
 
-    # is there anything to do here, with which entries, and what is their mass?
+    # find out whether this program has work, with which entries, and their mass
     whole = tl.zeros([], tl.int64)  # unknown
     if GIVEN:
         row = (p_list_x, p_penalty, p_seen, p_path, vocab_size, softcap, cap_inverse, path_len)  # never read

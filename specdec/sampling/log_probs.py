@@ -29,7 +29,8 @@ class TokenScores(NamedTuple):
 
 
 ALIGN = 64
-"""In elements: a row that begins at a multiple of it is summed in the same order at any place of a batch."""
+"""Alignment in elements: a row that begins at a multiple of this is summed in the same order at any place of a
+batch."""
 
 
 PIECE = 128

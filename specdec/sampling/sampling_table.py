@@ -121,7 +121,7 @@ class SamplingTable:
         before, features = self._last
         if before != list(params):  # the same object is not compared field by field
             features = SamplerFeatures.from_params(params)
-        self._last = list(params), features  # these objects, even if equal to the last
+        self._last = list(params), features  # keep these objects: comparing them again is quick
         return features
 
     def load_biases(self, rows: IntArray, params: Sequence[SamplingParams], features: SamplerFeatures) -> None:
@@ -133,7 +133,7 @@ class SamplingTable:
         biases = self._biases[features.bias]
         for row, each in zip(rows.tolist(), params, strict=True):
             if not each.logit_bias and not biases.host[row].any():
-                continue  # it holds nothing
+                continue  # no biases, and the cells are clear
             packed = pack_bias(each.logit_bias or {}, features.bias)
             if (biases.host[row] != packed).any():
                 biases[row] = packed

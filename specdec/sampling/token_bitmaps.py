@@ -4,8 +4,8 @@ A set is ceil(V / 32) words of int32: bit v % 32 of word v // 32 is token v.
 
 The repetition penalty reads the tokens that a row has seen. The host writes a row once, when a request takes it, and
 each round sets the bits of the tokens that it commits (`mark_seen`, one launch). Grammars run on the host: it writes
-the masks of a round's nodes into one buffer, whose address is the same for rounds of all shapes. Rows without a grammar
-are filled on the device, so only other masks are computed and sent.
+the masks of a round's nodes into one buffer, whose address is the same for rounds of all shapes. Masks of rows without
+a grammar are filled on the device, so the host computes and sends only those of grammars.
 """
 
 from collections.abc import Sequence

@@ -70,8 +70,8 @@ class Admission:
             )
         if self.num_open + count > self.max_places:
             raise QueueFullError(
-                f"{max(0, self.num_open - self._rows)} requests wait behind {min(self.num_open, self._rows)} that run, "
-                f"and at most {self._max_waiting} may; try again later, or raise max_waiting"
+                f"{min(self.num_open, self._rows)} requests run and {max(0, self.num_open - self._rows)} wait, "
+                f"and at most {self._max_waiting} may wait; try again later, or raise max_waiting"
             )
 
 

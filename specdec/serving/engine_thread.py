@@ -202,7 +202,7 @@ class EngineThread:
 
 
 class Streams:
-    """The deltas of one submission's samples, in order of arrival: `async for index, delta in streams`.
+    """The deltas of all samples of one submission, in order of arrival: `async for index, delta in streams`.
 
     It belongs to the event loop that made it. Leaving `async with` aborts the samples that have not ended. If a sample
     fails, all end, and the reader gets its error. client: name of its API key, or its address.

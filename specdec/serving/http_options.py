@@ -19,41 +19,41 @@ class HttpOptions:
     """Times are seconds; the help of each option says what it means."""
 
     client_requests_per_minute: int = client_option(
-        0, "Of one API key, or address where there are none; 0: any.", number=Number(int, 0, 1 << 30)
+        0, "Of one API key, or of one address without keys; 0: no limit.", number=Number(int, 0, 1 << 30)
     )
     client_concurrency: int = client_option(
-        0, "Open samples of one key or address; 0: any.", number=Number(int, 0, 1 << 30)
+        0, "Open samples of one key or address; 0: no limit.", number=Number(int, 0, 1 << 30)
     )
     timeout_body: float = http_option(120.0, "Seconds for the body of a request to arrive.", number=ABOVE_ZERO)
     timeout_keep_alive: float = http_option(30.0, "Seconds that an idle connection stays open.", number=ABOVE_ZERO)
-    root_path: str = http_option("", "Prefix under which a proxy shows this server, such as /llm.")
-    ssl_certfile: Path | None = http_option(None, "Certificate as a PEM file; makes it HTTPS.")
+    root_path: str = http_option("", "Path prefix that a proxy adds for this server, such as /llm.")
+    ssl_certfile: Path | None = http_option(None, "Certificate as a PEM file; turns HTTPS on.")
     ssl_keyfile: Path | None = http_option(None, "The certificate's key.")
     liveness_seconds: float = operation_option(
-        120.0, "A step that takes longer hangs: /live and /health say 503.", number=ABOVE_ZERO
+        120.0, "A longer step counts as hung: /live and /health answer 503.", number=ABOVE_ZERO
     )
     stats_seconds: float = operation_option(
-        10.0, "Between two lines of throughput in the log, while there is any; 0: none.", number=FROM_ZERO
+        10.0, "Seconds between throughput lines in the log, if there is traffic; 0: none.", number=FROM_ZERO
     )
     tool_parser: str = option(
-        "auto", "How the model writes tool calls: hermes, llama, ...; auto: as its template teaches."
+        "auto", "Format of the model's tool calls: hermes, llama, ...; auto: that of its chat template."
     )
-    reasoning_parser: str = option("none", "How the model writes what it thinks: none, deepseek_r1, qwen3 or gemma4.")
-    unknown_fields: str = option("refuse", "Fields that no request has: refuse, warn (a line in the log) or ignore.")
+    reasoning_parser: str = option("none", "Format of the model's thoughts: none, deepseek_r1, qwen3 or gemma4.")
+    unknown_fields: str = option("refuse", "Unknown fields of requests: refuse, warn (a line in the log) or ignore.")
     draft_figures: str = option(
         "vllm",
-        "What answers say of drafts: none, vllm (metrics.speculative_decoding), or all (llama.cpp's timings too).",
+        "Draft figures in answers: none, vllm (metrics.speculative_decoding), or all (llama.cpp's timings too).",
     )
     special_tokens_in_content: str = option(
-        "escape", "Control tokens in messages: escape (they are text) or allow, as transformers."
+        "escape", "Control tokens in messages: escape (read as text) or allow, as transformers."
     )
     max_body_bytes: int = option(4 << 20, "Largest request; larger ones get 413.", number=Number(int, 1, 1 << 40))
     stop_seconds: float = option(
-        30.0, "For streams to end after SIGTERM or Ctrl-C; a second one ends at once.", number=FROM_ZERO
+        30.0, "Seconds for streams to finish after SIGTERM or Ctrl-C; a second signal ends at once.", number=FROM_ZERO
     )
     share_prefix_cache: bool = option(
-        False, "Between API keys too: one can then find out what another sent.", "--share-prefix-cache"
+        False, "Between API keys too: a client can then find out what others sent.", "--share-prefix-cache"
     )
     allow_priority: bool = option(
-        False, "Let requests ask to be served first; else only 0 is taken.", "--allow-priority"
+        False, "Let requests set their priority; otherwise only 0 is allowed.", "--allow-priority"
     )

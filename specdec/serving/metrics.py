@@ -53,13 +53,13 @@ class MetricsCollector:
             made = Histogram(f"vllm:{name}_seconds", text, ("model_name",), registry=self.registry, buckets=buckets)
             return made.labels(model_name)
 
-        rounds = "Between two rounds that brought a request tokens, however many."
-        later = "Over the tokens after a request's first."
-        self._first = histogram("time_to_first_token", "From when a request came until its first token.", FIRST_TOKEN)
+        rounds = "Time between two rounds in which a request got tokens, however many."
+        later = "Mean time per token after a request's first."
+        self._first = histogram("time_to_first_token", "Time from a request's arrival to its first token.", FIRST_TOKEN)
         self._between = histogram("inter_token_latency", rounds, BETWEEN)
         self._per_token = histogram("request_time_per_output_token", later, BETWEEN)
-        self._whole = histogram("e2e_request_latency", "From when a request came until it ended.", WHOLE)
-        self._queue = histogram("request_queue_time", "Until a request had a row.", FIRST_TOKEN)
+        self._whole = histogram("e2e_request_latency", "Time from a request's arrival to its end.", WHOLE)
+        self._queue = histogram("request_queue_time", "Time from a request's arrival until it has a row.", FIRST_TOKEN)
         labels = ("model_name", "finished_reason")
         ended = Counter("vllm:request_success", "Requests that ended.", labels, registry=self.registry)
         self._reasons = {reason: ended.labels(model_name, reason) for reason in REASONS}
@@ -144,33 +144,33 @@ def figures(snapshot: Snapshot) -> list[tuple[str, str, str, float | Samples | N
 
     return [
         ("gauge", "vllm:num_requests_running", "Requests that have a row.", engine.running),
-        ("gauge", "vllm:num_requests_waiting", "Requests that wait for one.", engine.waiting),
+        ("gauge", "vllm:num_requests_waiting", "Requests that wait for a row.", engine.waiting),
         ("gauge", "vllm:kv_cache_usage_perc", "Share of the KV slots that requests hold, 0 to 1.", used),
         ("counter", "vllm:prompt_tokens", "Tokens of prompts.", requests.prompt_tokens),
         ("counter", "vllm:generation_tokens", "Tokens of outputs.", requests.output_tokens),
-        ("counter", "vllm:prefix_cache_queries", "Tokens looked up in the cache.", requests.prompt_tokens),
-        ("counter", "vllm:prefix_cache_hits", "Tokens found there.", requests.cached_tokens),
-        ("counter", "vllm:num_preemptions", "Requests that lost their row.", requests.preemptions),
-        ("counter", f"{draft}_drafts", "Rounds of a request with drafts.", requests.drafted_rounds),
-        ("counter", f"{draft}_draft_tokens", "How deep those drafts were, summed.", requests.draft_tokens),
+        ("counter", "vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", requests.prompt_tokens),
+        ("counter", "vllm:prefix_cache_hits", "Prompt tokens found in the cache.", requests.cached_tokens),
+        ("counter", "vllm:num_preemptions", "Preemptions of requests.", requests.preemptions),
+        ("counter", f"{draft}_drafts", "Rounds with drafts, counted per request.", requests.drafted_rounds),
+        ("counter", f"{draft}_draft_tokens", "Depths of the drafts, summed.", requests.draft_tokens),
         ("counter", f"{draft}_accepted_tokens", "Drafts that were accepted.", sum(accepted)),
-        ("gauge", "specdec:acceptance_length", "Tokens of a request's round with drafts, the bonus included.", length),
-        ("gauge", "specdec:round_milliseconds", "A round on the device, on average.", engine.batch_milliseconds),
+        ("gauge", "specdec:acceptance_length", "Tokens per round with drafts, bonus included.", length),
+        ("gauge", "specdec:round_milliseconds", "Mean time of a round on the device.", engine.batch_milliseconds),
         ("gauge", "specdec:captures", "Rounds and prompt forwards that can be replayed now.", use.captured),
-        ("gauge", "specdec:capture_bytes", "Bytes of the device that captures hold.", use.bytes),
-        ("gauge", "specdec:capture_budget_bytes", "The most that they may hold.", use.budget_bytes),
+        ("gauge", "specdec:capture_bytes", "Device memory of captures, in bytes.", use.bytes),
+        ("gauge", "specdec:capture_budget_bytes", "Upper bound on the bytes of captures.", use.budget_bytes),
         ("counter", "specdec:captures_made", "Captures made.", use.made),
         ("counter", "specdec:captures_evicted", "Captures dropped to make room for others.", use.evicted),
         ("counter", "specdec:captures_refused", "Captures that failed.", use.refused),
         ("counter", "specdec:uncaptured_rounds", "Rounds launched kernel by kernel.", use.uncaptured_rounds),
         ("counter", "specdec:uncaptured_prompts", "Prompt forwards launched kernel by kernel.", use.uncaptured_prompts),
         ("gauge", "specdec:device_kv_bytes", "Bytes of the K/V pools on a device.", by_device("kv_bytes")),
-        ("gauge", "specdec:device_free_bytes", "Bytes of a device that are free.", by_device("free_bytes")),
-        ("gauge", "specdec:device_total_bytes", "Bytes of a device in all.", by_device("total_bytes")),
+        ("gauge", "specdec:device_free_bytes", "Free bytes of a device.", by_device("free_bytes")),
+        ("gauge", "specdec:device_total_bytes", "Total bytes of a device.", by_device("total_bytes")),
         ("counter", f"{draft}_accepted_tokens_per_pos", "Drafts accepted, by position.", by_position(accepted)),
         ("counter", "specdec:draft_tokens_per_pos", "Drafts made, by position.", by_position(drafted)),
-        ("counter", "specdec:draft_rounds", "Rounds that had this draft, by choice.", by_draft(engine.drafts.rounds)),
-        ("counter", "specdec:draft_rounds_tried", "Those of them that were trials.", by_draft(engine.drafts.tried)),
+        ("counter", "specdec:draft_rounds", "Rounds that had this draft.", by_draft(engine.drafts.rounds)),
+        ("counter", "specdec:draft_rounds_tried", "Rounds that only tried this draft.", by_draft(engine.drafts.tried)),
     ]
 
 

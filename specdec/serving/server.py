@@ -208,6 +208,6 @@ def _settings_of_process() -> Iterator[None]:
 
 def _exit_now() -> None:
     """Exit although a step of the engine or another thread hangs, which nothing in this process can end."""
-    logger.critical("the process did not end in time; it leaves as it is")
+    logger.critical("the process did not end in time; it exits now, without closing the engine")
     logging.shutdown()
     os._exit(1)

@@ -132,7 +132,7 @@ def chat_ids(
         _require_roles(chat, getattr(tokenizer, "chat_template", None))
     fixed = sorted(FIXED_BY_THE_ENGINE & template_kwargs.keys())
     if fixed:
-        raise ConfigError(f"{fixed[0]} is no argument of a chat template here: the result is one list of token ids")
+        raise ConfigError(f"{fixed[0]} is not an argument of a chat template here: the result is one list of token ids")
     # the last message is either continued or answered
     options = {"add_generation_prompt": not template_kwargs.get("continue_final_message"), **template_kwargs}
     own = {} if chat_template is None else {"chat_template": chat_template}

@@ -4,8 +4,8 @@
     begins     0    5        5           12 12 12     13
                Hello (special) " wait: " (a character) "."
 
-It does not know what the text means. Any cut of the tokens into deltas gives the same text, and each token begins at
-the same character.
+This file does not know what the text means. Any cut of the tokens into deltas gives the same text, and each token
+begins at the same character.
 """
 
 from bisect import bisect_left

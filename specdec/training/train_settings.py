@@ -26,7 +26,7 @@ KINDS_OF: dict[str, tuple[DrafterKind, ...]] = {
     **dict.fromkeys(("causal", "mask_token"), ("block",)),
     **dict.fromkeys(("finetune", "conventions"), ("mtp",)),
 }
-"""Kinds of drafters that have an option of the shape; the others would ignore it."""
+"""Kinds of drafters to which a shape option applies; other kinds refuse it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,36 +38,36 @@ class TrainSettings:
     out: Path = option(help="The drafter's folder, new, empty or of an earlier run.", file_okay=False)
     overwrite: bool = option(False, "Replace the model or the run that the folder holds.")
     kind: DrafterKind = option("eagle3", "An EAGLE-3 head, an MTP module, a frozen-KV assistant, or a block drafter.")
-    tokenizer: str | None = option(None, "Default: the target's.")
+    tokenizer: str | None = option(None, "Default: that of the target.")
     answers: int = option(4000, "Most answers to collect from the target.", number=FROM_ONE)
-    answer_minutes: float = option(10.0, "Most time to spend on them.", number=ABOVE_ZERO)
+    answer_minutes: float = option(10.0, "Most time for answers.", number=ABOVE_ZERO)
     minutes: float = option(10.0, "Time to train.", number=ABOVE_ZERO)
     steps: int = option(0, "Also stop after this many optimiser steps; 0: by time alone.", min=0)
     batch: int = option(64, "Answers generated at a time.", number=FROM_ONE)
     max_new_tokens: int = option(256, "Longest answer in tokens.", number=FROM_ONE)
     temperature: float = option(1.0, "Temperature of every eighth answer; the others are greedy.", number=FROM_ZERO)
     length: int = option(512, "Longest prompt with answer; length of a packed row.", number=FROM_ONE)
-    rows: int = option(16, "Packed rows a step and process.", number=FROM_ONE)
-    draft_steps: int = option(5, "Draft steps learnt at once; block: its drafts.", number=FROM_ONE)
-    report_count: int = option(64, "Prompts kept aside to report on.", number=FROM_ONE)
+    rows: int = option(16, "Packed rows per step and process.", number=FROM_ONE)
+    draft_steps: int = option(5, "Draft steps trained together; block: drafts per block.", number=FROM_ONE)
+    report_count: int = option(64, "Held-out prompts for the report.", number=FROM_ONE)
     cache_gb: float = option(8.0, "Memory for the target's states.", number=FROM_ZERO)
-    log_every: float = option(15.0, "Seconds between lines, where there is no terminal.", number=FROM_ZERO)
+    log_every: float = option(15.0, "Seconds between progress lines without a terminal.", number=FROM_ZERO)
     seed: int = 1
-    dtype: Dtype = option("bfloat16", "The target's; the drafter is trained in bfloat16.")
+    dtype: Dtype = option("bfloat16", "Of the target; the drafter is trained in bfloat16.")
     device: str | None = option(None, "cpu, cuda, ...; default: the GPU, else the CPU.")
     draft_vocab: int = shape_option(8192, "EAGLE-3: most frequent tokens that it can draft.", number=FROM_ONE)
     hidden: int | None = shape_option(
-        None, "Default: the target's, as block has; assistant: half of it.", number=FROM_ONE
+        None, "Width; default: the target's (block: always); assistant: half.", number=FROM_ONE
     )
-    intermediate: int | None = shape_option(None, "Default: 3 times hidden; assistant: 4 times.", number=FROM_ONE)
+    intermediate: int | None = shape_option(None, "MLP width; default: 3 times hidden; assistant: 4.", number=FROM_ONE)
     layers: int | None = shape_option(None, "Default: 1; assistant and block: 2.", number=FROM_ONE)
     heads: int | None = shape_option(None, "Query heads; default: the target's.", number=FROM_ONE)
     kv_heads: int | None = shape_option(None, "EAGLE-3 and block; default: the target's.", number=FROM_ONE)
     head_dim: int | None = shape_option(None, "EAGLE-3 and block; default: hidden / heads.", number=FROM_ONE)
-    causal: bool = shape_option(False, "Block: rows see those up to themselves only (JetSpec).")
+    causal: bool = shape_option(False, "Block: a row sees only rows up to itself (JetSpec).")
     mask_token: int | None = shape_option(None, "Block: id of MASK; default: the padding token's.")
     finetune: Path | None = shape_option(
-        None, "MTP: folder of the module to go on from; default: the target's own, else a new one."
+        None, "MTP: folder of the module to continue from; default: the target's own, else a new one."
     )
     conventions: Path | None = shape_option(
         None, "MTP: JSON as in mtp_conventions.json; default: those of the module or family.", dir_okay=False

@@ -150,14 +150,14 @@ def train_steps(
         state = torch.load(state_file, map_location=drafter.target.device, weights_only=True)
         if "optimizers" not in state["optimizer"]:
             raise ConfigError(
-                f"{state_file} holds the optimiser of an earlier version of specdec, which this one cannot go on with; "
-                "delete it to train anew on the same answers, or train into another --out"
+                f"{state_file} holds the optimiser of an earlier specdec, which this version cannot continue; "
+                "delete it to train again on the same answers, or train into another --out"
             )
         optimizer.load_state_dict(state["optimizer"])
         if state["target_ids"] is not None:
             drafter.module.target_ids = state["target_ids"]  # today's answers may give other ids
         step, spent, value = state["step"], state["seconds"], state["loss"]
-        print(f"going on from step {step}, {spent:.0f} s of training", flush=True)
+        print(f"continuing from step {step}, {spent:.0f} s of training", flush=True)
 
     def save(seconds: float) -> None:
         if PartialState().is_main_process:

@@ -1,4 +1,4 @@
-"""`specdec generate`: streams the answer to one prompt, and says what the drafts did."""
+"""`specdec generate`: streams the answer to one prompt, and reports on its drafts."""
 
 from collections.abc import Iterable
 from dataclasses import asdict

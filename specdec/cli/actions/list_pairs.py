@@ -47,17 +47,17 @@ def recipe_lines(found: Recipe) -> Iterator[str]:
         pools = (size(count) for count in card.pools.values()) if card.pools else ("-" for _ in found.groups)
         rows.append((f"{card.gigabytes} GB", *pools, str(card.requests), f"{card.tokens:,}"))
     yield text_table(rows)
-    yield f"\nbesides: {size(found.rest)} of captures, activations and libraries, on each GPU"
+    yield f"\nalso needed on each GPU: {size(found.rest)} for captures, activations and libraries"
     yield f"\na plain step of one request of {CONTEXT:,} tokens:"
     yield from map(step_line, found.steps)
-    yield f"\non less: {found.on_less}"
+    yield f"\non a smaller GPU: {found.on_less}"
 
 
 def step_line(step: StepTime) -> str:
     floor = f"{step.gpu}: at least {step.floor_ms:.2f} ms to read its weights and K/V"
     if step.expected_ms is None:
-        return f"{floor}; no figure of such layers is known"
-    source = "measured" if step.measured else "assumed, as of a pair like it"
+        return f"{floor}; no time of such layers is known"
+    source = "measured" if step.measured else "assumed from a similar pair"
     return f"{floor}; expected {step.expected_ms:.2f} ms, {step.multiple:.2f} times that ({source})"
 
 

@@ -131,7 +131,7 @@ def read_key_file(path: Path) -> dict[str, str]:
             raise ConfigError(f"{place}: this key is there already, under another name; take one out")
         keys[name] = key
     if not keys:
-        raise ConfigError(f"the file of API keys {str(path)!r} holds none; a server without keys lets everybody in")
+        raise ConfigError(f"the file of API keys {str(path)!r} holds no key; a server without keys accepts everyone")
     return keys
 
 

@@ -26,7 +26,7 @@ NO_HEADS = Heads(0, 0, 0)
 
 
 class Unfusable(UnsupportedModelError):
-    """This model does something that its fused form would not do."""
+    """The fused form of this model would compute something else, or there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,7 +103,7 @@ def gemm_medium_kernel(
 ) -> None:
     """grid (row tiles, weight tiles, ranges of K)"""
     trigger_next(PDL)
-    PARTS: tl.constexpr = 1 if ACTIVATION is None else 2  # of a tile: gates, then what they gate
+    PARTS: tl.constexpr = 1 if ACTIVATION is None else 2  # of a tile: gate rows, then up rows
     first_m = tl.program_id(0) * BLOCK_M
     first_n = tl.program_id(1) * ((BLOCK_N + TAIL_N) // PARTS)
     begin = tl.program_id(2) * split_len

@@ -50,7 +50,8 @@ HELD_RANGE = 512
 for [3072, 2560] in int4 on an H200."""
 
 HELD_PROGRAMS = {4: PACKED_WAVE, 8: 264}
-"""Most programs, by bits, that hold such a range: those that run at once. Others would load only after these end."""
+"""Most programs that hold such a range, by the weight's bits: as many as run at once. More would load only after these
+end."""
 
 MIN_TILE_HEIGHT = 32
 """Minimum weight rows per program: fewer would reread x too often."""
@@ -207,7 +208,7 @@ def gemm_small_kernel(
         i_m, i_n, i_split = row_tile, weight_tile, split
     if START != "holds":
         trigger_next(PDL)
-    PARTS: tl.constexpr = 1 if ACTIVATION is None else 2  # of a tile: gates, then what they gate
+    PARTS: tl.constexpr = 1 if ACTIVATION is None else 2  # of a tile: gate rows, then up rows
     p_w, p_scale, p_zero, m_w, m_n = weight_rows(
         *(p_w, p_scales, p_zeros, i_n, tile_rows, N, s_w, CODE, BLOCK_N, PARTS)
     )

@@ -26,7 +26,7 @@ Where a cell has two kernels, the first runs if `choose_medium_tiles` (weight in
     32), or there are no descriptors (float32, odd          33 to 64     any         `gemm_small`
     strides, devices before Hopper)                         above 64     any         the library
 
-The library first dequantises a packed weight into temporary memory.
+Before the library multiplies by a packed weight, the weight is dequantised into temporary memory.
 """
 
 from math import inf

@@ -90,9 +90,9 @@ class SplitK(NamedTuple):
 class RankShare(NamedTuple):
     """A rank's share of a product [M, N]: its ranges of K.
 
-    owners [M, S]: parts belong to experts, and part s of row m to this rank if not negative; it has its own experts'
-    parts completely, and other parts are undefined. columns: the product is a value, the columns of this rank; a row of
-    it is a whole number of float32.
+    owners [M, S]: for a mixture. Part s of row m is the product of one expert; this rank has computed it whole if the
+    entry is not negative, otherwise it is undefined here. columns: the product is final (a value) and has this rank's
+    columns; a row of it fills a whole number of float32.
     """
 
     product: Product

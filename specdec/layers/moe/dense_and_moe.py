@@ -50,7 +50,7 @@ def reference_mlp_and_experts(
 
 @triton.jit(do_not_specialize=["num_rows", "num_dense", "num_slots"])
 def _both_kernel(
-    p_dense_x: tl.tensor,  # [T, K'], and so on: what `gemm_small_kernel` is given
+    p_dense_x: tl.tensor,  # [T, K']; from here on: arguments of `gemm_small_kernel`
     p_dense_w: tl.tensor,
     p_dense_scales: tl.tensor,
     p_dense_zeros: tl.tensor,

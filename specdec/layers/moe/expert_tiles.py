@@ -29,7 +29,7 @@ LONG_LIST = 64
 """If more rows than this are expected in a list, tiles of a 2-byte weight have 128 rows of x."""
 
 LONG_PACKED_LIST = 256
-"""LONG_LIST of packed weights, whose decoded tiles need registers too."""
+"""LONG_LIST for packed weights: their decoded tiles need registers as well."""
 
 
 def expert_tiles(slots: int, weight: Weight, dtype: torch.dtype, *, listed: bool) -> Tiles:

@@ -33,8 +33,8 @@ from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
 ACTIVATIONS = ("gelu_tanh", "silu", "silu_clamped", "swiglu_clamped")
 
 FEW_SLOTS = 256
-"""Up to this number of assignments of at most UNLISTED_ROWS rows are few: each program finds its expert's assignments
-itself. Others are listed first."""
+"""Most assignments for which no list is made (`are_few`; also at most UNLISTED_ROWS rows): each program then finds its
+expert's assignments itself."""
 
 
 class Experts(NamedTuple):
@@ -243,7 +243,7 @@ def product_kernel(
         m_n = (o_w < N)[:, None]
         if CODE is None and not EVEN_N:
             o_w = tl.minimum(o_w, N - 1)
-    else:  # half a tile of gates, then what they gate
+    else:  # half a tile of gate rows, then as many up rows
         o_half = i_n * (BLOCK_N // 2) + o_n % (BLOCK_N // 2)
         m_n = (o_half < N // 2)[:, None]
         o_w = (o_half if CODE is not None else tl.minimum(o_half, N // 2 - 1)) + o_n // (BLOCK_N // 2) * (N // 2)

@@ -33,10 +33,11 @@ WIDE_RANGE = 256
 class Router(NamedTuple):
     """weight [E, H], bias [E] or None; expert_scale [E] of weights.
 
-    gain: its input is the residual stream with this norm, times `factor`; None: the experts' input. owned: this rank's
-    first expert and its number of experts; None: all experts. sigmoid, correction [E] float32, scaling: as above.
-    min_sum: lower bound on the divisor of normalised weights. groups, kept_groups: experts form `groups` equal
-    consecutive groups, and are chosen from `kept_groups` of these.
+    gain: its input is the residual stream with this norm, times `factor`; None: the experts' input.
+    owned: this rank's first expert and its number of experts; None: all experts.
+    sigmoid, correction [E] float32, scaling: as above.
+    min_sum: lower bound on the divisor of normalised weights.
+    groups, kept_groups: experts form `groups` equal consecutive groups, and are chosen from `kept_groups` of these.
     """
 
     weight: torch.Tensor

@@ -43,11 +43,11 @@ from specdec.layers.packed.packed_weight import PackedWeight
 
 @triton.jit
 def _multiply_rows(
-    d_x: tl.tensor,  # as in `packed_gemm_kernel`, and the first of these rows
+    d_x: tl.tensor,  # descriptors as in `packed_gemm_kernel`, each with its first row
     first_m: tl.tensor,
     d_tail: tl.tensor,
     tail_m: tl.tensor,
-    p_w: tl.tensor,  # of a tile of the weight: what `weight_rows` returns
+    p_w: tl.tensor,  # a tile of the weight, as `weight_rows` returns it
     p_scale: tl.tensor,
     p_zero: tl.tensor,
     m_w: tl.tensor,
@@ -149,7 +149,7 @@ def packed_gemm_kernel(
 ) -> None:
     """grid (tiles, ranges of K): row tiles of a weight tile are neighbours, and short ones come last."""
     trigger_next(PDL)
-    PARTS: tl.constexpr = 1 if ACTIVATION is None else 2  # of a tile: gates, then what they gate
+    PARTS: tl.constexpr = 1 if ACTIVATION is None else 2  # of a tile: gate rows, then up rows
     i_n, first_m = tl.program_id(0) // row_tiles, tl.program_id(0) % row_tiles * (BLOCK_M + TAIL_M)
     i_short = tl.program_id(0) - row_tiles * num_tall
     if SHORT_M:

@@ -85,7 +85,7 @@ TILE_TIMINGS: dict[Tiles, dict[str, TileTiming]] = {
 takes on average 0.2 %, and at most 5 %, longer with the model's choice for one of its products than with the fastest
 timed launch.
 
-With a limit of some tenth fewer registers than the compiler would take, it orders a loop otherwise: up to 15 % faster
+With a register limit about a tenth below its own choice, the compiler orders a loop in another way, up to 15 % faster
 (docs/results/2026-11-29-h200.md)."""
 
 SHORT_TILES: dict[Tiles, tuple[Tiles, ...]] = {

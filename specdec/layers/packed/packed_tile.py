@@ -191,7 +191,7 @@ def load_words(
 
 @triton.jit
 def unpack_tile(
-    b_words: tl.tensor,  # what `load_words` returns
+    b_words: tl.tensor,  # as `load_words` returns them
     b_scales: tl.tensor,
     b_zeros: tl.tensor,
     CODE: tl.constexpr,

@@ -64,7 +64,7 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
         pieces["out_bias"] = rank_rows(parts.out_bias, [len(parts.out_bias)], rank, count)
     if mlp is not None and down is not None:
         own, half = _own_columns(mlp.down, down, rank, count), len(mlp.gate_up) // 2
-        rows = own, slice(half + own.start, half + own.stop)  # of the gate, and of up
+        rows = own, slice(half + own.start, half + own.stop)  # rows of the gate, and of up
         gate_up: Any = StackedWeights([piece for some in rows for piece in range_of(mlp.gate_up, some)])
         pieces["mlp"] = mlp._replace(gate_up=gate_up, down=_share_of_sum(mlp.down, down, rank, count))
     if moe is not None:

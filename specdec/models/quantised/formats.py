@@ -95,7 +95,7 @@ class WeightFormat:
         for wanted in expected:
             found = [name for name in wanted.names if name in given]
             if len(found) > 1:
-                raise UnsupportedModelError(f"{stem} has {' and '.join(sorted(found))}, two names of one thing")
+                raise UnsupportedModelError(f"{stem} has {' and '.join(sorted(found))}, two names of one tensor")
             if not found and not wanted.optional:
                 raise CheckpointError(
                     f"the checkpoint lacks {stem}{self.joint}{wanted.names[0]}, which a weight in {self.title} has; "

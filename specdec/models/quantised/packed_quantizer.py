@@ -50,7 +50,7 @@ def stored_tensors(files: Iterable[str]) -> dict[str, torch.Tensor]:
     stored: dict[str, torch.Tensor] = {}
     for file in files:
         if Path(file).suffix != ".safetensors":
-            raise CheckpointError(f"{Path(file).name} is no safetensors file; packed weights are read from no other")
+            raise CheckpointError(f"{Path(file).name} is not a safetensors file, which packed weights need")
         stored |= load_file(file)
     return stored
 

@@ -118,8 +118,8 @@ class QuantisedWeights:
         self._require_whole()
         ignored = [key for key in stored if IGNORABLE.fullmatch(key.rpartition(".")[2])]
         if ignored:
-            message = "%d tensors of the checkpoint, %s first, are not read: K/V may be stored in 8 bits by it "
-            message += "(kv_cache_scheme), and no weight is multiplied by it; K/V stay in the model's dtype"
+            message = "%d tensors of the checkpoint, %s first, are not read: they scale 8-bit K/V (kv_cache_scheme), "
+            message += "not weights; kv_dtype decides how K/V are stored"
             logger.info(message, len(ignored), ignored[0])
 
     def _find_all(self) -> None:

@@ -53,7 +53,7 @@ def spec_for(params: SamplingParams, spec: SpecConfig | None) -> SpecConfig | No
 def require_one_sample(params: Any, what: str) -> None:
     """Raise ConfigError if a request asks for several samples and only one is possible."""
     if isinstance(params, SamplingParams) and params.n > 1:
-        raise ConfigError(f"n={params.n}: {what} is of one sample; submit_many gives a handle for each, generate all")
+        raise ConfigError(f"n={params.n}: {what} has one sample; submit_many returns a handle for each, generate all")
 
 
 def require_parts(target: Any, drafter: Any, tokenizer: Any) -> None:
@@ -70,8 +70,9 @@ def require_parts(target: Any, drafter: Any, tokenizer: Any) -> None:
 
 
 def fitted_spec(spec: SpecConfig | None, drafter: Any) -> SpecConfig:
-    """The settings `spec` with a depth that fits the drafter: the drafter's default if `spec` leaves the depth open, at
-    most the drafter's maximum in that case or if `spec` gives a bound. spec None: the user gave no settings."""
+    """Choose the depth for this drafter. An `OpenDepth` (None counts as one) takes the drafter's default depth. Without
+    a default, and in any other `BoundedDepth`, its own depth is cut to the drafter's maximum. Any other `spec` is
+    returned unchanged."""
     spec = OpenDepth() if spec is None else spec
     if not isinstance(spec, BoundedDepth):
         return spec
@@ -91,7 +92,7 @@ def require_suitable(spec: SpecConfig, config: EngineConfig, target: Any, drafte
     if target.ranks is not None and len(target.ranks) != config.tensor_parallel:
         raise ConfigError(
             f"tensor_parallel={config.tensor_parallel}, but the target is shared by {len(target.ranks)} devices "
-            "already; give the same number, or load it anew"
+            "already; give the same number, or load it again"
         )
     for part in [target] if drafter is None else [target, drafter]:
         if config.fused is True and part.unfused is not None:
@@ -116,11 +117,11 @@ def require_suitable(spec: SpecConfig, config: EngineConfig, target: Any, drafte
 
 
 def warn_where_drafts_end(drafter: Any, max_model_len: int) -> None:
-    """Log the position from which the drafter does not draft, because it cannot compute its positions there."""
+    """Log the position from which the drafter does not draft, because it cannot compute later positions."""
     if drafter is not None and drafter.max_positions is not None and drafter.max_positions < max_model_len:
         logger.warning(
             "drafter %s does not draft from position %d on, where its RoPE changes or its table of positions ends; "
-            "longer texts, up to max_model_len=%d, go on without drafts",
+            "longer texts, up to max_model_len=%d, continue without drafts",
             drafter.name,
             drafter.max_positions,
             max_model_len,
@@ -131,7 +132,7 @@ def require_adaptive_lookup(spec: SpecConfig, drafter: Any) -> None:
     """Raise ConfigError if a model and a lookup are given but drafts are fixed: the lookup would never draft."""
     if drafter is not None and drafter.has_lookup and not spec.adaptive:
         raise ConfigError(
-            f"adaptive=False, and each round of {drafter.name} has the draft that is expected to bring most; give "
+            f"adaptive=False, but {drafter.name} needs a choice between the two in each round; give "
             "spec=SpecConfig(adaptive=True), or one drafter"
         )
 
@@ -156,8 +157,8 @@ def require_recurrent(target: Any, config: EngineConfig, backend: Backend) -> No
 
 
 def caches_prefixes(config: EngineConfig, target: Any, drafter: Any) -> bool:
-    """Are prefixes cached? Not if updates of the weights are not counted, or if the drafter rereads the end of a prefix
-    and the target has recurrent layers: copies of their states exist only at the end."""
+    """Are prefixes cached? Not if updates of the weights are not counted. Nor if the drafter rereads the end of a
+    prefix and the target has recurrent layers, since a copied state already contains the whole prefix."""
     if not config.prefix_cache or not updates_are_counted(target, drafter):
         return False
     if not target.recurrent or drafter is None or not drafter.reread:

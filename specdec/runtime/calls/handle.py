@@ -59,7 +59,7 @@ class Handle:
 
     @property
     def dead_grammar(self) -> str | None:
-        """The grammar that ended it because it allowed no next token; None: none did."""
+        """The grammar that ended the request because it allows no next token; None: no grammar did."""
         return self._request.params.grammar if self._request.grammar_ended_it else None
 
     @property
@@ -69,12 +69,12 @@ class Handle:
 
     @property
     def stats(self) -> RequestStats:
-        """Figures of its speculation, prefix cache and waiting so far."""
+        """The request's figures so far: speculation, prefix cache, waiting."""
         return self._request.stats
 
     @property
     def max_drafts(self) -> int:
-        """Most drafts that it can accept in a round; 0: it does not speculate."""
+        """Most drafts that the request can accept in a round; 0: it does not speculate."""
         return self._request.max_drafts
 
     @property

@@ -45,8 +45,8 @@ class Turns:
         here, mine = threading.get_ident(), threading.Lock()
         if here in list(self._threads.values()):
             raise SpecDecError(
-                "this call waits for the step that it is made in: a tokenizer, a callback or a signal handler "
-                "called the engine that it interrupts; call it when the step is over"
+                "this call would wait for the step in which it is made: a tokenizer, a callback or a signal handler "
+                "called the engine during a step; call the engine after the step"
             )
         with mine:
             try:

@@ -1,1 +1,1 @@
-"""Drafts: which each round has, what is reported of them, their dense reference, and a watch over MTP conventions."""
+"""Drafts: the choice of each round's draft, reports, a dense reference, and a watch over MTP conventions."""

@@ -89,7 +89,7 @@ def judge(target: TargetModel, drafter: NativeMtpDrafter, texts: Sequence[tuple[
     tried, steps = all_conventions(drafter), min(MEASURED_STEPS, drafter.max_steps or MEASURED_STEPS)
     found: list[list[torch.Tensor]] = [[] for _ in tried]
     for tokens, first in texts:
-        # an answer's first tokens are drafted in its prompt; at its last ones, drafts run past the end, unobserved
+        # drafts begin in the prompt, so that the first tokens count too; padding receives drafts past the end
         root, padded = max(1, first - steps), tokens + tokens[-1:] * (steps - 1)
         text = record(target, padded[:root], padded[root:], layers=[len(target.layout.layers)])
         yield

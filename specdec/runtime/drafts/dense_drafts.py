@@ -202,4 +202,4 @@ DENSE_FORMS: dict[type, Dense] = {
     Eagle3Drafter: head_drafts,
     BlockDrafter: block_drafts,
 }
-"""Other kinds of drafters have no reference and are measured in engines only."""
+"""The dense form of each kind of drafter. Other kinds have none and are measured in engines only."""

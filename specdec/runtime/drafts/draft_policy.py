@@ -139,7 +139,8 @@ class DraftAcceptance:
         right, tried = self._row_counts[:, self._source_of][:, :, rows]  # [C, B, D]
         tried = tried + ROW_WEIGHT
         chance = (right + ROW_WEIGHT * self.chance[:, None]) / tried
-        errors = 1 / np.sqrt(self._counts[1] + 2)[:, None] + 1 / np.sqrt(tried * len(rows))  # rows are not all lucky
+        # errors of the engine's chance, and of the mean over rows
+        errors = 1 / np.sqrt(self._counts[1] + 2)[:, None] + 1 / np.sqrt(tried * len(rows))
         high = np.minimum(chance + np.sqrt(chance * (1 - chance)) * errors, 1.0)
         reach = np.cumprod([chance, high], axis=3) * (self._levels < max_drafts[:, None])
         tokens = np.cumsum(np.insert(reach, 0, 1.0, axis=3), axis=3)  # [2, C, B, 1 + D]

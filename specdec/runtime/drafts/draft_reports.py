@@ -1,7 +1,7 @@
 """Reports of how drafts did. In words: one sentence for the log, benchmarks, command line and examples. As counts: for
 statistics, metrics and the doctor, and under the names of vLLM for its clients and benchmarks.
 
-Those of vLLM skip rounds without drafts. A tree counts by its depth, not by its nodes.
+vLLM's counts skip rounds without drafts. A tree counts by its depth, not by its nodes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,15 @@ BUSY = 0.9
 class DraftStats(NamedTuple):
     """An engine's drafts, and why its newest round had none.
 
-    shapes: each draft (levels, branches, nodes with the root, does a lookup draft); the first is no draft. rounds:
-    rounds with each draft; tried: trials among them. milliseconds: round time with each, by batch size, measured or
-    guessed. chance: by depth, acceptance of a chain's draft after an accepted one. last: the newest choice: rows,
-    expected tokens and milliseconds of each draft; best: the best draft. judged: settled drafts; begun: at least partly
-    accepted.
+    shapes: each draft (levels, branches, nodes with the root, does a lookup draft); the first is no draft.
+    rounds: rounds with each draft.
+    tried: trials among these rounds.
+    milliseconds: round time with each, by batch size, measured or guessed.
+    chance: by depth, acceptance of a chain's draft after an accepted one.
+    last: the newest choice: rows, expected tokens and milliseconds of each draft.
+    best: the best draft.
+    judged: settled drafts.
+    begun: settled drafts with an accepted token.
     """
 
     shapes: Sequence[DraftShape] = ()
@@ -56,7 +60,7 @@ class DraftStats(NamedTuple):
         if not tokens:
             return "the first rounds are timed without"
         if self.judged > 20 * self.begun:
-            return f"of {self.judged} drafts that were tried {self.begun} began with a token that was accepted"
+            return f"the first token was accepted in {self.begun} of {self.judged} drafts that were tried"
         plain, *rates = np.divide(tokens, milliseconds).tolist()
         best = 1 + rates.index(max(rates))
         found = (

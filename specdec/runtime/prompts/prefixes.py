@@ -117,7 +117,7 @@ class PrefixPolicy:
             self._cache = PrefixCache(cache.table, needs_next_token=shared, states=cache.state_cache())
             self._table = cache.table
             self._made_by = weights_version()
-            self._began: IntArray = np.zeros(cache.table.max_requests, dtype=np.int64)  # era by row
+            self._began: IntArray = np.zeros(cache.table.max_requests, dtype=np.int64)  # era of each row's beginning
             self._in_progress = PromptsInProgress(self._cache)
 
     def should_wait_for_prefix(self, request: Request, rank: Rank) -> bool:
@@ -135,7 +135,7 @@ class PrefixPolicy:
         if len(key) < WORTH_WAITING:
             return False
         cached = min(len(cache.match_prefix(key, salt)) * cache.page_size, request.max_cached)
-        scored = request.max_cached < request.prefill_target - 1  # it needs scores that only its own samples compute
+        scored = request.max_cached < request.prefill_target - 1  # needs scores that only its own samples compute
         found: list[tuple[int, PromptReader]] = []
         for common, reader in self._in_progress.sharing(key, salt, cached + WORTH_WAITING):
             fits = reader.rank < rank and not (scored and reader.request.scores is not request.scores)

@@ -44,7 +44,7 @@ GAP_SHARE = 0.5
 
 PROMISED_GAP = 0.25
 """Upper bound, in seconds, on the time between two tokens of a decoding request, however many prompts wait. A reader
-needs twice as long for a dozen words; an H200 prefills 8,192 tokens of a 10B model in it."""
+needs twice as long for a dozen words; an H200 prefills 8,192 tokens of a 10B model in that time."""
 
 PART_SHARE = 0.4
 """GAP_SHARE for parts of a divided forward. It is smaller, since the step's other work must fit into half a round
@@ -194,10 +194,11 @@ class PromptCost:
 class PromptGap:
     """Measured times of one engine's rounds and prompts, and the prompt tokens per step that follow from them.
 
-    budget: upper bounds on these tokens. division: how forwards over few tokens are divided among steps; None: they are
-    not. round: decaying average of recent rounds, 0.0 before the first. longest_round: the longest one timed when the
-    engine was made, 0.0 if none was. ending: additional seconds of a forward that ends a prompt, if only such a forward
-    runs the last layers.
+    budget: upper bounds on these tokens.
+    division: how forwards over few tokens are divided among steps; None: they are not.
+    round: decaying average of recent rounds, 0.0 before the first.
+    longest_round: the longest one timed when the engine was made, 0.0 if none was.
+    ending: additional seconds of a forward that ends a prompt, if only such a forward runs the last layers.
     """
 
     def __init__(self, budget: PromptBudget, division: Division | None = None) -> None:

@@ -47,7 +47,7 @@ class ChunkShape(NamedTuple):
 
     @property
     def rule(self) -> CaptureRule:
-        """Each long size warns of its own: smaller ones may be captured."""
+        """The rule for this shape. Each long size has a warning of its own, since smaller sizes may be captured."""
         if self.tokens <= MIN_LONG_TOKENS:
             return CaptureRule("prompts", "prompts", "prompts run without CUDA graphs: %s")
         warning = f"forwards over {self.tokens:,} prompt tokens run without CUDA graphs: %s"

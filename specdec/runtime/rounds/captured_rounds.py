@@ -4,7 +4,7 @@ Everything that differs from round to round is data in tensors that are never re
 sampling parameters, the drafter's state. Each replay computes page tables, slot translations and write slots from them,
 so nothing outlives a round. A captured round is bound to the view of its capture and to a live cache; a replay with any
 other view is an error. `CaptureStore` says when a shape is captured. Its first round runs eagerly: it compiles kernels,
-and lets libraries set up what they make lazily.
+and libraries set up their lazy parts.
 """
 
 from collections.abc import Callable, Sequence

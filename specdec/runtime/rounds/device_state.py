@@ -209,7 +209,8 @@ class DeviceState:
         tree: DraftTree | None,
         allowed: torch.Tensor | None,
     ) -> EditInputs:
-        """What edits of logits read for these rows of `history_len` [B] tokens, and the drafts of `tree` after them."""
+        """Inputs of edits of logits: the histories of these rows, `history_len` [B] tokens each, and the drafts of
+        `tree` after them."""
         prompt_len = self.prompt_len.tensor[rows.index] if shape.features.counts else None
         seen = self.seen_bits.bits[rows.index] if self.seen_bits is not None and shape.features.penalty else None
         return EditInputs(history_len, tree, lambda: self.history(rows), prompt_len, allowed, seen)

@@ -137,9 +137,12 @@ def draw_first_tokens(
     """Draw the first token after the chunks with indices `ending` [B], which end their prompts, and show all
     chunks to the drafter. Returns the packed result, like that of a round of one node for B rows.
 
-    max_prompt_len: tokens of the longest of these prompts. allowed: masks of the requests with a grammar. earlier:
-    device nanoseconds of parts that ran in earlier steps. first_position: the first position that was read. Drawn
-    tokens are written to `state.tokens`, so a round may follow. The host commits the chunks after the launch; the
+    max_prompt_len: tokens of the longest of these prompts.
+    allowed: masks of the requests with a grammar.
+    earlier: device nanoseconds of parts that ran in earlier steps.
+    first_position: the first position that was read.
+
+    Drawn tokens are written to `state.tokens`, so a round may follow. The host commits the chunks after the launch; the
     drafter observes them as committed.
     """
     pack, last_hidden = chunk.pack, chunk.last_hidden()

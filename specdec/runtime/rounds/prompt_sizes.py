@@ -13,8 +13,8 @@ MIN_TOKENS = 16
 """Smallest size: this few tokens take as long as one, since the weights are read in any case."""
 
 SIZES_IN_PARTS = 64, 128, 256
-"""Sizes that are also captured in parts. While other requests decode, a step with time for more tokens has time for a
-whole forward, and fewer tokens take as long as the smallest of these sizes."""
+"""Sizes that are also captured in parts. While other requests decode, a step runs more tokens as a whole forward; fewer
+tokens take as long as the smallest of these sizes."""
 
 
 class PartShare(NamedTuple):

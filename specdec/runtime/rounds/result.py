@@ -64,9 +64,11 @@ def covering_draft(drafts: Collection[DraftShape]) -> DraftShape:
 class RoundShape(NamedTuple):
     """Key of a captured round: all parameters of a round that are not data on the device.
 
-    batch: seats, padding included. max_committed_len: upper bound on committed prefixes. features: sampling parameters
-    that some row uses. logprobs: most alternatives that a request asks for; None: no request asks. forced: nodes of the
-    round (at least those of its draft) if a grammar forces tokens; 0: none does.
+    batch: seats, padding included.
+    max_committed_len: upper bound on committed prefixes.
+    features: sampling parameters that some row uses.
+    logprobs: most alternatives that a request asks for; None: no request asks.
+    forced: nodes of the round (at least those of its draft) if a grammar forces tokens; 0: none does.
     """
 
     batch: int
@@ -90,9 +92,11 @@ class RoundResult(NamedTuple):
     """Result of a round: the accepted path of nodes [B, N] and its length [B]; the first `length` of tokens [B, D] are
     emitted.
 
-    logprobs: log-probabilities of each request's D tokens; empty if it did not ask. draft_depth [B]: deepest draft that
-    each row could accept. seconds: time of each stage. forced [B]: leading tokens that the grammar forced. ended: end
-    of the round, in nanoseconds of the device's clock.
+    logprobs: log-probabilities of each request's D tokens; empty if it did not ask.
+    draft_depth [B]: deepest draft that each row could accept.
+    seconds: time of each stage.
+    forced [B]: leading tokens that the grammar forced.
+    ended: end of the round, in nanoseconds of the device's clock.
     """
 
     length: IntArray

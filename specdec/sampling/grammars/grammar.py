@@ -189,7 +189,7 @@ class GrammarLibrary:
         return bits
 
     def _texts(self, matchers: Sequence[Any]) -> Words:
-        """Tokens of the model with which these texts go on, [M, words]; none of them is the library's own end."""
+        """Tokens of the model that may follow these texts, [M, words], without the library's own end token."""
         bits = np.zeros((len(matchers), self._width), dtype=np.int32)
         numbered = [(matcher, number) for number, matcher in enumerate(matchers)]
         self._llguidance.numpy.fill_next_token_bitmask_par(self._executor, numbered, bits)
@@ -201,10 +201,12 @@ class GrammarLibrary:
 class GrammarState:
     """The state after an output that its grammar and its token rules allow.
 
-    matcher: the library's; None: there is no grammar. ends: tokens that end the text where the grammar may end. rules:
-    None: there are none. remaining: tokens before the output may end, unless the grammar can only end. over: has an end
-    token ended it? fault: the library's error for a draft after this state; the tokens that the round then draws are
-    not valid.
+    matcher: the library's; None: there is no grammar.
+    ends: tokens that end the text where the grammar may end.
+    rules: None: there are none.
+    remaining: tokens before the output may end, unless the grammar can only end.
+    over: has an end token ended it?
+    fault: the library's error for a draft after this state; the tokens that the round then draws are not valid.
     """
 
     matcher: Any

@@ -47,22 +47,23 @@ def route_path(scope: Scope) -> str:
 class ClientLimits:
     """Limits per client, 0: none. per_minute: requests, which may all arrive at once. at_a_time: open requests.
 
-    A request costs 60 / per_minute seconds. A client spends the seconds of the last minute, the oldest first.
+    A token bucket: a client has the seconds of the last minute that it has not spent, and a request costs 60 /
+    per_minute of them.
     """
 
     def __init__(self, *, per_minute: int = 0, at_a_time: int = 0) -> None:
         self.at_a_time, self.per_minute = at_a_time, per_minute
         self.open: Counter[str] = Counter()  # requests of each client that are being answered
-        self._spent_until: dict[str, float] = {}  # by client
+        self._spent_until: dict[str, float] = {}  # by client: the time up to which its seconds are spent
         self._refused: Counter[str] = Counter()  # refusals since the last log line
         self._quiet_until = 0.0
 
     def refusal(self, client: str, now: float) -> ApiError | None:
         """The refusal of this client's request; None: it is allowed, and counted for its minute."""
         if self.at_a_time and self.open[client] >= self.at_a_time:
-            said, wait = f"{self.at_a_time} of your requests are open, as many as may be; wait for one to end", 1.0
+            said, wait = f"you have {self.at_a_time} open requests, the most allowed; wait for one to end", 1.0
         elif self.per_minute and (wait := self.take(client, now)):
-            said = f"{self.per_minute} requests a minute are allowed, and you have sent them"
+            said = f"you have sent {self.per_minute} requests within a minute, the most allowed"
         else:
             return None
         self._refused[client] += 1
@@ -74,7 +75,7 @@ class ClientLimits:
         return ApiError(429, said, code="rate_limit_exceeded", headers={"Retry-After": str(max(1, math.ceil(wait)))})
 
     def take(self, client: str, now: float) -> float:
-        """Take one request of the minute if there is one. Returns the seconds until there is one; 0: it was taken."""
+        """Spend one request's seconds if the client has them. Returns 0, or the seconds until it will have them."""
         until = max(self._spent_until.get(client, -math.inf), now - 60) + 60 / self.per_minute
         if until - now > 1e-3:  # less is a rounding error
             return until - now

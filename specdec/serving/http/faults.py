@@ -107,7 +107,7 @@ def invalid_body(errors: Sequence[Any]) -> ApiError:
     param = _place(error["loc"])
     if unknown:
         return ApiError(
-            400, f"{param} is no field that this server supports; leave it out", param=param, code="unknown_parameter"
+            400, f"{param} is not a field of this server; leave it out", param=param, code="unknown_parameter"
         )
     if error["type"] == "missing":
         return ApiError(400, f"{param} is missing; it is required", param=param, code="missing_required_parameter")

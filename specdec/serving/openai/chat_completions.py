@@ -38,7 +38,7 @@ class ChatTextAnswer(TextAnswer):
     body: ChatRequest
     chunk_kind = "chat.completion.chunk"
     scored = False
-    """Do answers contain only the scores of texts, without those of thoughts and calls?"""
+    """Are log-probabilities returned for texts only, not for thoughts and calls?"""
 
     def __init__(self, body: ChatRequest, state: ServeState) -> None:
         self.choice = ToolChoice(body, getattr(state.tokenizer, "chat_template", None), state.tool_parser)

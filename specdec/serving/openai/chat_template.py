@@ -52,7 +52,7 @@ def _options(body: ChatRequest, text: str) -> dict[str, Any]:
     them."""
     options: dict[str, Any] = {}
     if body.continue_final_message:
-        goes_on = "continue_final_message=true goes on with the last message"
+        goes_on = "continue_final_message=true continues the last message"
         if body.add_generation_prompt:
             message = f"{goes_on}, add_generation_prompt=true begins another; leave one out"
             raise refused("continue_final_message", message)

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API over the chat route: what came in as items, the answer as events, stored responses."""
+"""OpenAI's Responses API over the chat route: input items, the answer as events, and stored responses."""

@@ -180,6 +180,6 @@ def _stored(state: ServeState, response_id: str, param: str = "response_id") -> 
 
 
 def _unknown(response_id: str, param: str = "response_id") -> ApiError:
-    why = "it was not asked to be, was deleted, or made room for newer ones"
+    why = "its request had store=false, it was deleted, or newer ones replaced it"
     code = "previous_response_not_found" if param == "previous_response_id" else "response_not_found"
     return ApiError(404, f"no response {response_id!r:.80} is stored; {why}", param=param, code=code)

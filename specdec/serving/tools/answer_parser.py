@@ -4,8 +4,8 @@ all formats.
 A format's `_call` reads a call as if the whole text were available; it is a generator that waits for each missing
 character. So the result cannot depend on how the text is cut into pieces. Characters are held until their role is
 known. Invariant: every character belongs to a thought, to content, to a call's name or arguments, or is markup. If text
-turns out to be no call, it is content from its first unreported character on. White space is markup around the markers
-of a thought, and before, between and after calls if there is nothing else.
+turns out not to be a call, it is content from its first unreported character on. White space is markup around the
+markers of a thought, and before, between and after calls if there is nothing else.
 
     <think>thought</think>answer            deepseek_r1, qwen3
     <|channel>thought\nthought<channel|>    gemma4
@@ -233,7 +233,7 @@ class AnswerParser(CharacterReader):
         begun = (start for event, start, _ in pieces if isinstance(event, CallBegin) and event.index in whole)
         return next(begun, None)
 
-    # what is handed out
+    # handing out events
 
     def _plain(self, text: str) -> None:
         """Report the newest characters as plain text without markers."""

@@ -28,7 +28,7 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 OTHER_KEYS = ("id", "type", "tool_call_id")
 MAX_NAME = 128
 MAX_OTHER = 256
-"""Most characters of such a key's value, so that text that is no call is not reread to its end again and again."""
+"""Most characters of such a key's value: text that is not a call is then not reread to its end again and again."""
 
 
 class JsonToolParser(AnswerParser):
