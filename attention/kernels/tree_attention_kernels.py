@@ -13,8 +13,9 @@ weight 0. So a tile that a row does not see adds exactly 0 to the row's state. T
 chain and explicit fused multiply-adds (the compiler may contract nothing else), this makes a row's bits a function of
 the row alone.
 
-Under programmatic dependent launch both kernels read the plan (lengths, positions, tables) before they wait for the
-previous kernel. That is safe: the kernels that write plans let no later kernel start before they end.
+Under programmatic dependent launch both kernels read lengths and positions before they wait for the previous kernel.
+That is safe: the kernels that write them let no later kernel start before they end, and other kernels lie between. Own
+keys are read after the wait, since the launch just before may have made their table.
 """
 
 from specdec.attention.kernels.key_tiles import (
