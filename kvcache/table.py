@@ -82,7 +82,8 @@ class RequestTable:
         not stored a second time.
     shared_len: position of each row's first own K/V, on host and device: the end of its adopted pages.
     extra_keys: committed keys that every windowed group keeps beyond its window, for a drafter that reads them.
-    max_lag: [groups] upper bound on the committed tokens that a drafter has not read yet; None: 0 in each group.
+    max_lag: [groups] upper bound on the committed tokens that a drafter has not read yet, or that follow the last copy
+    of a recurrent state; None: 0 in each group.
     retain: [groups] how many of the newest committed keys a forward may read (in the primary group: all), on host and
         device. Eviction keeps this many before the oldest token of the lag.
     evicted_len: [groups, rows] number of first tokens whose peers are freed.

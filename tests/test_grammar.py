@@ -1,6 +1,8 @@
 """Grammars by themselves: which tokens may come next, where a text may end, what is forced, what is refused."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -177,9 +179,27 @@ def test_choices_are_taken_literally(start):
         start("aXb", choice=odd)
 
 
-def test_a_grammar_is_compiled_once(byte_tokenizer):
-    grammars = Grammars(byte_tokenizer, 300)
-    first, same, other = (
-        grammars.start(SamplingParams(choice=one), {EOS}, {EOS}) for one in (["a", "b"], ("a", "b"), ["a", "c"])
-    )
-    assert first.matcher is same.matcher is not other.matcher
+def test_a_grammar_is_compiled_once(byte_tokenizer, monkeypatch):
+    grammars, compiled, compile = Grammars(byte_tokenizer, 300), [], grammar.GrammarLibrary.compile
+    monkeypatch.setattr(grammar.GrammarLibrary, "compile", lambda *args: compiled.append(args[2]) or compile(*args))
+    for one in (["a", "b"], ("a", "b"), ["a", "c"]):
+        grammars.start(SamplingParams(choice=one), {EOS}, {EOS})
+    assert compiled == [("a", "b"), ("a", "c")]
+
+
+def test_a_request_begins_while_a_step_reads_another_with_its_grammar(start):
+    """Regression: both had one matcher, which the library refuses to two threads: "Already borrowed"."""
+    running, over = start(json_object=True), threading.Event()
+
+    def step():
+        while not over.is_set():
+            running.library.masks([running])
+
+    with ThreadPoolExecutor(1) as threads:
+        stepping = threads.submit(step)
+        try:
+            for _ in range(100):
+                assert start(json_object=True).mask.any()
+        finally:
+            over.set()
+        stepping.result()

@@ -221,6 +221,18 @@ def test_a_hit_after_a_rejected_draft(
     assert again.token_ids == list(greedy_oracle(model, [*text, 3, 4], NEW))
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_an_answer_is_matched_to_its_last_state_with_a_drafter_that_has_windows(
+    kind, make_target, make_drafter, make_engine, random_prompt
+) -> None:
+    """Regression: the drafter's windows before that state were freed, so the match ended with the prompt."""
+    model, prompt = make_target("qwen3_5", **FEW_LAYERS), random_prompt(20)
+    engine = make_engine(model, make_drafter(kind, model), spec=SpecConfig(3, adaptive=False))
+    [out] = engine.generate(prompt, SamplingParams(max_new_tokens=20, ignore_eos=True))
+    [again] = engine.generate([*prompt, *out.token_ids, 5], SamplingParams(max_new_tokens=1))
+    assert again.stats.cached_tokens == 32
+
+
 def test_a_copy_goes_with_its_page_and_the_oldest_for_a_new_one(make_target, make_engine, random_prompt) -> None:
     engine = make_engine(make_target("qwen3_5"), max_batch_size=1, full_slots=100, max_model_len=64)
     prompts = [random_prompt(40, seed=seed) for seed in range(4)]

@@ -304,7 +304,7 @@ def test_an_interrupted_run_keeps_what_it_has(monkeypatch, checkpoint, prompts, 
     state_file = tmp_path / "out" / "training" / "state.pt"
     state = state_file.read_bytes()
     torch.save(torch.load(state_file) | {"optimizer": {"masters": [], "adam": {}}}, state_file)  # as it once was
-    with pytest.raises(SystemExit, match="the optimiser of an earlier version"):
+    with pytest.raises(SystemExit, match="the optimiser of an earlier specdec"):
         run(checkpoint, prompts, tmp_path / "out")
     state_file.write_bytes(state)
     report = run(checkpoint, prompts, tmp_path / "out")

@@ -11,6 +11,7 @@ from specdec.gpu.memory import all_bytes, free_bytes
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache, KVOperations, num_state_slots
 from specdec.kvcache.layout import PRIMARY, ByGroup, KVLayout, Retention, cache_groups
+from specdec.kvcache.recurrent_state import FOLD
 from specdec.kvcache.table import RequestTable, window_slots_held
 from specdec.models.described_model import ContextLength
 from specdec.models.target import TargetModel
@@ -36,10 +37,12 @@ class DraftNeeds(NamedTuple):
     max_lag: int = 0
 
     @classmethod
-    def from_drafter(cls, drafter: Drafter | None, spec: SpecConfig) -> "DraftNeeds":
+    def from_drafter(cls, drafter: Drafter | None, spec: SpecConfig, *, recurrent: bool = False) -> "DraftNeeds":
+        """Returns the needs of this drafter. recurrent: the target has recurrent layers, so a match ends at a copy of
+        their states, up to FOLD - 1 tokens before the last committed one; windows must reach back from there."""
         if drafter is None:
             return cls()
-        max_lag = MAX_LAG if lag_allowed(drafter, spec.adaptive) else 0
+        max_lag = MAX_LAG if lag_allowed(drafter, spec.adaptive) else FOLD if recurrent else 0
         return cls(drafter.kv_layout, drafter.extra_keys, drafter.reread, max_lag)
 
     @property
@@ -147,7 +150,7 @@ def make_cache(
 
     lookahead: slots of a request for uncommitted tokens, see `lookahead_slots`.
     """
-    page_size, drafts = config.page_size, DraftNeeds.from_drafter(drafter, spec)
+    page_size, drafts = config.page_size, DraftNeeds.from_drafter(drafter, spec, recurrent=target.recurrent)
     max_len, batch = longest_sequence(config, target.context_length, target.name), config.max_batch_size
     needs = CacheNeeds(
         target.stored_layout,

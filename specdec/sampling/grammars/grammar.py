@@ -75,7 +75,9 @@ class Grammars:
         if not special:
             raise ConfigError(f"{name} needs a token that ends the text, and the model names none; give stop_token_ids")
         value = tuple(params.choice) if name == "choice" and params.choice else getattr(params, name)
-        state = GrammarState(self._compile(name, value), library, special, rules, remaining)
+        # the library refuses two threads at one matcher: a step may read those of other requests with this grammar
+        matcher = self._compile(name, value).deep_copy()
+        state = GrammarState(matcher, library, special, rules, remaining)
         if not state.may_end and not library.goes_on(state.matcher):
             raise cannot_follow(name, "no text does")
         return state
