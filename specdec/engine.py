@@ -311,7 +311,8 @@ class Engine:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
-        text: str = self.request_builder.tokenizer.decode(as_token_ids(token_ids), skip_special_tokens=True)
+        ids = as_token_ids(token_ids, self.target.vocab_size)
+        text: str = self.request_builder.tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
     def stats(self) -> EngineStats:

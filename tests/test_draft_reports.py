@@ -129,6 +129,15 @@ def test_drafts_are_watched_however_seldom_they_are_tried(rounds, warned, caplog
     assert not warned or "Acceptance near zero" in caplog.text
 
 
+def test_rounds_without_any_draft_are_not_called_drafts_that_were_wrong(caplog):
+    """The warning said "of the last 0 drafts, 0 began with a token that was accepted"."""
+    watch = DraftWatch()
+    for _ in range(8000):
+        watch.count(1, 0, 0)
+    [said] = caplog.messages
+    assert said.startswith("none of the last 8000 rounds had a draft") and "accepted" not in said
+
+
 def test_adaptive_drafts_that_are_never_right_are_warned_of(make_target, make_engine, random_prompt, scripted, caplog):
     """The warning waited for 1,000 drafts, and drafts were off long before."""
     engine = make_engine(

@@ -156,6 +156,43 @@ def test_only_the_channels_that_rotary_dim_counts_rotate(rope, tmp_path):
     assert config.rope_parameters["rope_theta"] == 5e6 and config.name_or_path == str(tmp_path)
 
 
+MIMO_OF_THE_HUB = {
+    "hybrid_layer_pattern": [1, 0, 1],
+    "moe_layer_freq": [0, 0, 1],
+    "layernorm_epsilon": 1e-6,
+    "rope_theta": 640000,
+    "swa_rope_theta": 500,
+    "partial_rotary_factor": 0.5,
+    "sliding_window_size": 6,
+}
+
+
+def test_the_keys_of_mimo_v2_flash_on_the_hub_are_read(tmp_path):
+    """transformers 5.17 passes them over, and takes the values of the one published checkpoint."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mimo_v2_flash", "num_hidden_layers": 3}))
+    config = Checkpoint.from_name(edited(tmp_path, MIMO_OF_THE_HUB)).hf_config()
+    assert config.layer_types == ["sliding_attention", "full_attention", "sliding_attention"]
+    assert config.mlp_layer_types == ["dense", "dense", "sparse"]
+    assert (config.rms_norm_eps, config.sliding_window) == (1e-6, 6)
+    assert [config.rope_parameters[kind]["rope_theta"] for kind in config.layer_types[:2]] == [500, 640000]
+    assert {rope["partial_rotary_factor"] for rope in config.rope_parameters.values()} == {0.5}
+    for name, other, usual in (("add_full_attention_sink_bias", True, False), ("rope_scaling", {"type": "yarn"}, None)):
+        with one_sentence(CheckpointError, f"{name}={other}"):
+            Checkpoint.from_name(edited(tmp_path, {name: other})).hf_config()
+        edited(tmp_path, {name: usual})
+
+
+def test_kimi_k2_is_read_as_deepseek_v3(make_target, tmp_path):
+    """It was refused for its own code, which is not needed."""
+    model = make_target("deepseek_v3")
+    model.save_pretrained(tmp_path)
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    published = Checkpoint.from_name(edited(tmp_path, {"model_type": "kimi_k2", "auto_map": code}))
+    loaded = published.load(torch.float32, CPU)
+    assert type(loaded) is type(model)
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("text", ['{"eos_token_id": ', "[1, 2]"])
 def test_a_damaged_generation_config_is_named(text, make_target, tmp_path):
     """transformers passed it over, so that answers did not end."""

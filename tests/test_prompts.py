@@ -126,6 +126,13 @@ def test_a_content_reaches_a_template_in_the_form_that_it_reads(handling, templa
     assert text([{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]) == f"user: H{joint}i"
 
 
+@pytest.mark.parametrize("token", [-1, 300, 1 << 40])
+def test_ids_outside_the_vocabulary_are_not_decoded(token, engine):
+    """300 had no text, and 1 << 40 was an OverflowError of the tokenizer."""
+    with one_sentence(ConfigError, f"token_ids holds token id {token}, outside the vocabulary of 300"):
+        engine.decode([5, token])
+
+
 def test_chat_answers_one_conversation_or_many(engine):
     params = SamplingParams(max_new_tokens=5)
     messages = [SAY, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Go"}]

@@ -9,7 +9,9 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-READ_AS = {"mimo": "qwen2"}
+from specdec.errors import UnsupportedModelError, shown
+
+READ_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 """Model types that transformers does not know, with the types that have the same layers. Their own code is not run."""
 
 
@@ -31,7 +33,8 @@ def auto_class(config: Any) -> Any:
 
 def config_read_as(stored: Mapping[str, Any], path: str) -> Any:
     """The config of a checkpoint at `path` with the config.json `stored`, if its own class does not read it right: in
-    the class of another type, or with the share of a head's channels that MiniMax-M2 rotates, which 5.17 passes over.
+    the class of another type, or with the keys that 5.17 passes over of MiniMax-M2 (the share of a head's channels that
+    rotate) and MiMo-V2-Flash.
 
     None: its own class reads it.
     """
@@ -39,11 +42,42 @@ def config_read_as(stored: Mapping[str, Any], path: str) -> Any:
     own = {name: value for name, value in stored.items() if name not in ("model_type", "auto_map")}
     if kind == "minimax_m2" and "rotary_dim" in own:
         own.setdefault("partial_rotary_factor", own["rotary_dim"] / own["head_dim"])
+    elif kind == "mimo_v2_flash":
+        own = _as_transformers_names(own)
     elif kind not in READ_AS:
         return None
     config = AutoConfig.for_model(READ_AS.get(kind, kind), **own)
     config.name_or_path = path
     return config
+
+
+def _as_transformers_names(own: dict[str, Any]) -> dict[str, Any]:
+    """The config of a MiMo-V2-Flash with the keys of its publisher under the names of transformers, which has one form
+    of the others. Keys that transformers wrote count first."""
+    for name, value in (("add_full_attention_sink_bias", False), ("scoring_func", "sigmoid")):
+        if own.get(name, value) != value:
+            raise UnsupportedModelError(f"{name}={shown(own[name])}: only {value} is read of mimo_v2_flash")
+    scaling = own.get("rope_scaling") or {}
+    if scaling.get("rope_type", scaling.get("type", "default")) != "default":
+        raise UnsupportedModelError(f"rope_scaling={shown(scaling)}: only RoPE without scaling is read")
+    read: dict[str, Any] = {}
+    for name, key, kinds in (
+        ("layer_types", "hybrid_layer_pattern", ("full_attention", "sliding_attention")),
+        ("mlp_layer_types", "moe_layer_freq", ("dense", "sparse")),
+    ):
+        if own.get(key) is not None:
+            read[name] = [kinds[bool(each)] for each in own[key]]
+    for name, key in (("sliding_window", "sliding_window_size"), ("rms_norm_eps", "layernorm_epsilon")):
+        if own.get(key) is not None:
+            read[name] = own[key]
+    if own.get("rope_theta") is not None:
+        share = {"rope_type": "default", "partial_rotary_factor": own.get("partial_rotary_factor", 1.0)}
+        sliding = own.get("swa_rope_theta", own["rope_theta"])
+        read["rope_parameters"] = {
+            "full_attention": {**share, "rope_theta": own["rope_theta"]},
+            "sliding_attention": {**share, "rope_theta": sliding},
+        }
+    return own | {name: value for name, value in read.items() if own.get(name) is None}
 
 
 def cache_argument(module: nn.Module, cache: Any) -> dict[str, Any]:

@@ -171,6 +171,10 @@ BROKEN_ADVICE = (
     "see that it was made for this target and this chat template, in this dtype (docs/troubleshooting.md, 'Acceptance "
     "near zero')"
 )
+NO_DRAFT_SAID = (
+    "none of the last %d rounds had a draft: the output is right, but the drafter saves no time; Engine.drafts_off and "
+    "`specdec doctor` say why (docs/troubleshooting.md, 'Acceptance near zero'), or use drafter=None"
+)
 TOO_SELDOM = (
     "drafts are tried so rarely because they do not pay here: SpecConfig(adaptive=False) or `specdec doctor` tells "
     "whether the drafter's tokens or its time are at fault (docs/troubleshooting.md, 'Acceptance near zero')"
@@ -192,7 +196,10 @@ class DraftWatch:
         seldom = drafted < ENOUGH_DRAFTS
         if self._warned or (batches < MAX_ROUNDS_WITHOUT_CHECK if seldom else rounds < REQUEST_ROUNDS_PER_CHECK):
             return
-        if first_accepted < max(1, FEW_ACCEPTED * drafted):
+        if not drafted:
+            self._warned = True
+            logger.warning(NO_DRAFT_SAID, batches)
+        elif first_accepted < max(1, FEW_ACCEPTED * drafted):
             self._warned = True
             said = "of the last %d drafts, in %d rounds, %d began with a token that was accepted: the output is right, "
             said += "but the drafter costs time and saves none; %s, or use drafter=None"

@@ -48,12 +48,13 @@ def as_prompt_list(prompts: Any) -> list[Prompt]:
     return [item if isinstance(item, str) else _token_ids(_items_of(item, "prompt ", expected)) for item in items]
 
 
-def as_token_ids(value: Any) -> list[int]:
+def as_token_ids(value: Any, vocab_size: int) -> list[int]:
     """Ids to decode. Raises ConfigError, with the value, for anything else."""
     ids = _token_ids(_items_of(value, "token_ids=", "a list of token ids"))
     for token in ids:
-        if token < 0:
-            raise ConfigError(f"token id {token} is negative; take padding out before decoding")
+        if not 0 <= token < vocab_size:
+            padding = "; take padding out before decoding" if token < 0 else ""
+            raise ConfigError(f"token_ids holds token id {token}, outside the vocabulary of {vocab_size}{padding}")
     return ids
 
 
