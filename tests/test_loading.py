@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM, MiniMaxM2Config
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
 from specdec.errors import CheckpointError, ConfigError
-from specdec.loading.model_loading import Checkpoint, pick_dtype
+from specdec.loading.model_loading import Checkpoint, load_tokenizer, pick_dtype
+from specdec.models.published import resolve_name
+from specdec.text.prompts import text_ids
 
 from marks import deep, deep_cases, slow
 
@@ -217,6 +219,15 @@ def test_end_tokens_of_a_multimodal_config_come_before_those_of_its_text(make_ta
     (tmp_path / "generation_config.json").write_text("{}")
     with Engine.from_pretrained(edited(tmp_path, {"eos_token_id": [3, 77]}), config=CONFIG) as engine:
         assert engine.end_tokens == {3, 77}
+
+
+def test_a_length_of_a_tokenizer_may_be_a_string(tmp_path):
+    """Every text ended in a TypeError of transformers."""
+    for file in Path(resolve_name("tiny-gemma4")).glob("tokenizer*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": "4096"}))
+    assert text_ids(load_tokenizer(str(tmp_path)), "one") == text_ids(load_tokenizer("tiny-gemma4"), "one")
 
 
 def test_a_folder_with_an_adapter_alone_says_what_to_give(tmp_path):

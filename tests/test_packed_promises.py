@@ -247,6 +247,17 @@ def int8_without_config(c: Checkpoint) -> None:
         c.tensors[weight] = c.tensors[weight].float().to(torch.int8)
 
 
+def int8_without_scale(c: Checkpoint) -> None:
+    """Its numbers were read as weights."""
+    int8_without_config(c)
+    c.tensors = {key: tensor for key, tensor in c.tensors.items() if not key.endswith("SCB")}
+
+
+def older_name(c: Checkpoint) -> None:
+    """The weights were said to be missing."""
+    c.others["compression_config"], c.config = {**c.config, "quant_method": "sparseml"}, None
+
+
 def quantise_embeddings(c: Checkpoint) -> None:
     del c.tensors["model.embed_tokens.weight"]
     for name in ("weight_packed", "weight_scale", "weight_shape"):
@@ -343,6 +354,7 @@ DEFECTS: dict[str, tuple[list[str], Callable[[Checkpoint], Any], str]] = {
     "no config": ([*NAMES], no_config, r"(zeros|scales?(_inv)?) is not used, and the module .* is"),
     "no config, other shapes": (FP8S, both(no_config, replaced("words", lambda t: t[:, ::2])), r"{scales} is not used"),
     "no config of int8": (["fp8-channel"], int8_without_config, r"SCB is not used, and the module .* is"),
+    "no scale of int8": (["fp8-channel"], int8_without_scale, r"_proj.weight is stored in whole numbers \(I8\)"),
     "names of another class": (
         LLAMA,
         renamed,
@@ -521,6 +533,7 @@ SAME: dict[str, tuple[list[str], Callable[[Checkpoint], Any]]] = {
     "a strategy by its size": (["int4-g32"], weights(strategy=None)),
     "a row by its size": (["int4-channel"], weights(strategy=None, group_size=-1)),
     "transforms of nothing": (CT_INT4, configured(transform_config={}, sparsity_config={})),
+    "the config's older name": (["int4-g32"], older_name),
     "modules left out": (["gptq"], configured(dynamic={r"-:.*lm_head": {}})),
 }
 

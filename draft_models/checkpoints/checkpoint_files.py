@@ -126,6 +126,19 @@ def stored_tensor(file: Path, name: str) -> torch.Tensor:
     return tensor
 
 
+def require_float_weights(folder: Path) -> None:
+    """Raise CheckpointError if a weight is stored in whole numbers, which mean nothing without a scale."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with _reading(path), safe_open(path, "pt") as opened:
+            stored = {name: opened.get_slice(name).get_dtype() for name in opened.keys() if name.endswith(".weight")}  # noqa: SIM118
+        for name, dtype in stored.items():
+            if dtype.startswith(("I", "U")):
+                raise CheckpointError(
+                    f"{name} is stored in whole numbers ({dtype}), so it is quantised, and no quantization_config in "
+                    "config.json says how; give a checkpoint that has one"
+                )
+
+
 def damaged_file(folder: Path) -> str | None:
     """A sentence about a checkpoint's first file that an index names but that is missing, cut off or damaged; None: all
     files can be opened."""

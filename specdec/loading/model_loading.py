@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils.hub import cached_file
 
-from specdec.draft_models.checkpoints.checkpoint_files import damaged_file, read_config_json, require_generation_config
+from specdec.draft_models.checkpoints import checkpoint_files
 from specdec.draft_models.registry import WORDS, building, require_target
 from specdec.errors import CheckpointError, ConfigError, SpecDecError, UnsupportedModelError, about, first_line, shown
 from specdec.models.published import BUNDLED_NAMES, resolve_name
@@ -111,7 +111,7 @@ class Checkpoint:
         `read_config_json`."""
         file = self.config_file
         with about(f"the config.json of {self.name!r} cannot be used"):
-            return read_config_json(file)
+            return checkpoint_files.read_config_json(file)
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:
@@ -158,7 +158,7 @@ class Checkpoint:
         """Load it in the causal-LM class of its config (`hf_config`), with every tensor from the checkpoint."""
         config = self.hf_config() if config is None else config
         with about(f"{self.name!r} cannot be loaded"):
-            require_generation_config(self.config_file.parent)
+            checkpoint_files.require_generation_config(self.config_file.parent)
         options = {"dtype": dtype, **self.options}
         options.pop("ignore_mismatched_sizes", None)  # mismatched tensors are reported below
         asked = options.get("quantization_config")
@@ -181,7 +181,7 @@ class Checkpoint:
             unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if unknown is not None and unknown[1] in self.options:
                 raise ConfigError(f"{unknown[1]} is not a loading argument of transformers; leave it out") from error
-            reason = damaged_file(self.config_file.parent)
+            reason = checkpoint_files.damaged_file(self.config_file.parent)
             from_files = reason is not None or isinstance(error, (OSError, RuntimeError, SafetensorError))
             if isinstance(error, SpecDecError):  # such as broken promises about packed weights
                 reason = str(error)
@@ -191,6 +191,8 @@ class Checkpoint:
         model, info = loaded
         with about(f"{self.name!r} cannot be loaded"):
             require_values_read(model, info["unexpected_keys"])
+            if self.quantization is None:
+                checkpoint_files.require_float_weights(self.config_file.parent)
         for key, stored, made in sorted(info["mismatched_keys"])[:1]:  # these would be random too
             raise CheckpointError(
                 f"{self.name!r}: tensor {key} is {list(stored)}, and by the config.json it would be {list(made)}; give "
@@ -271,6 +273,7 @@ def load_tokenizer(name: str | os.PathLike[str], options: Mapping[str, Any] | No
         require_hub(checkpoint.name, checkpoint.hub_options)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint.path, **checkpoint.hub_options)
+        tokenizer.model_max_length = int(float(tokenizer.model_max_length))  # some files have a string
         if tokenizer.chat_template is None:
             tokenizer.chat_template = _template_of_processor(checkpoint)
     except Exception as error:  # damaged files raise anything

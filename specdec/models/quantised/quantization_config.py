@@ -144,11 +144,13 @@ class Settings:
 
 
 def stored_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The `quantization_config` of a config.json, which may be in a part such as `text_config`; None: there is none."""
-    for part in (config, *config.values()):
-        given = part.get("quantization_config") if isinstance(part, Mapping) else None
-        if given is not None:
+    """The `quantization_config` of a config.json, which may be in a part such as `text_config`; None: there is none.
+    Older versions of compressed-tensors call it `compression_config`."""
+    for part in filter(lambda part: isinstance(part, Mapping), (config, *config.values())):
+        if (given := part.get("quantization_config")) is not None:
             return Settings.from_json("quantization_config", given).values
+        if (given := part.get("compression_config")) is not None:
+            return {**Settings.from_json("compression_config", given).values, "quant_method": "compressed-tensors"}
     return None
 
 
