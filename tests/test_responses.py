@@ -234,6 +234,34 @@ def test_input_items_are_in_the_order_that_is_asked_for(client):
         client.responses.input_items.list(answer.id, order="up")
 
 
+def test_input_items_come_in_pages(client):
+    """limit and after were passed over."""
+    texts = [f"Number {number}." for number in range(5)]
+    answer = ask(client, input=[{"role": "user", "content": text} for text in texts])
+    page = client.responses.input_items.list(answer.id, order="asc", limit=2)
+    assert len(page.data) == 2 and page.has_more and [item.content for item in page] == texts
+    last = client.responses.input_items.list(answer.id, order="asc", after=page.data[-1].id)
+    assert [item.content for item in last.data] == texts[2:] and not last.has_more
+    for wrong, said in (({"limit": 0}, "limit=0: 1 or more"), ({"after": "item_9"}, "'item_9' is the id of none")):
+        with pytest.raises(openai.BadRequestError, match=said):
+            client.responses.input_items.list(answer.id, **wrong)
+
+
+def test_a_stored_response_is_no_stream(client):
+    """It came as JSON, of which the client made no event and no error."""
+    answer = ask(client)
+    with pytest.raises(openai.BadRequestError, match="stream=true: a stored response is given whole"):
+        client.responses.retrieve(answer.id, stream=True)
+
+
+def test_a_refusal_is_a_text_of_an_assistant(client):
+    """Histories of other servers hold them; they were refused as no text."""
+    parts = [{"type": "refusal", "refusal": "No."}]
+    plain, refusal = ([*CHAT, {"role": "assistant", "content": said}, *CHAT] for said in ("No.", parts))
+    assert chat_text(client, refusal) == chat_text(client, plain)
+    assert ask(client, input=refusal).output_text == ask(client, input=plain).output_text
+
+
 def test_a_schema_that_allows_everything_is_a_schema(url):
     """It was said to be missing, as a field of chats."""
     form = {"type": "json_schema", "name": "any", "schema": {}}

@@ -269,13 +269,13 @@ class Response(WithFigures):
 
 
 class InputItems(Answer):
-    """Input items, newest first unless "asc" is asked for."""
+    """Input items, newest first unless "asc" is asked for: all, or `limit` of them, behind the item `after`."""
 
     object: Literal["list"]
     data: list[dict[str, Any]]
-    first_id: str
-    last_id: str
-    has_more: Literal[False]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class DeletedResponse(Answer):

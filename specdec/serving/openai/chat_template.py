@@ -109,7 +109,9 @@ def arguments_of(text: str, param: str) -> dict[str, Any]:
 
 
 def _part_text(place: str, part: Mapping[str, Any]) -> str:
-    """The text of one part of a message."""
+    """The text of one part of a message; an assistant may have refused in a part of its own type."""
+    if part.get("type") == "refusal" and isinstance(refusal := part.get("refusal"), str):
+        return refusal
     if part.get("type") != "text":
         what = f"a part of type {part.get('type')!r:.80}"
     elif unknown := part.keys() - TEXT_PART:

@@ -10,6 +10,8 @@ from specdec.serving.openai.protocol import ChatRequest, NamedFunction, Response
 
 RESPONSES_ONLY = {"tools", "tool_choice", "stream_options", "store"}
 """Fields that chats have under the same name, but that have another form here, or that do not concern the chat."""
+TEXT_FIELDS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""Fields with the text of a part, by its type."""
 SAME_AS_CHAT = ResponsesRequest.model_fields.keys() & ChatRequest.model_fields.keys() - RESPONSES_ONLY
 
 
@@ -121,12 +123,15 @@ def _text(content: Any, place: str) -> str:
         return content
     if not isinstance(content, list):
         raise refused(place, f"{place} is {content!r:.80}; a string or text parts are expected")
+    texts = list[str]()
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("input_text", "output_text", "text") or not isinstance(part.get("text"), str):
+        text = part.get(TEXT_FIELDS[kind]) if isinstance(kind, str) and kind in TEXT_FIELDS else None
+        if not isinstance(text, str):
             what = f"a part of type {kind!r:.80}" if kind else "no text part"
             raise refused(place, f"{place} holds {what}; only text is read")
-    return "\n".join(part["text"] for part in content)
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _string(item: dict[str, Any], name: str, place: str) -> str:

@@ -16,7 +16,7 @@ from specdec.serving.http.faults import ApiError, as_api_error, refusals
 from specdec.serving.openai import answer_models as answers
 from specdec.serving.openai.chat_completions import ChatTextAnswer
 from specdec.serving.openai.logprob_shapes import chat_logprobs
-from specdec.serving.openai.protocol import Reasoning, ResponsesRequest, TextFormat, TextOptions
+from specdec.serving.openai.protocol import Reasoning, ResponsesRequest, TextFormat, TextOptions, refused
 from specdec.serving.openai.text_answer import whole_delta
 from specdec.serving.responses.response_events import ResponseBuilder
 from specdec.serving.responses.response_input import chat_request, messages_of
@@ -31,18 +31,34 @@ async def create_response(body: ResponsesRequest, state: StateDep) -> Response:
     return await ResponseAnswer(body, state).respond()
 
 
-@router.get("/v1/responses/{response_id}", response_model=answers.Response, responses=refusals(404))
-async def read_response(response_id: str, state: StateDep) -> JsonResponse:
+@router.get("/v1/responses/{response_id}", response_model=answers.Response, responses=refusals(400, 404))
+async def read_response(response_id: str, state: StateDep, stream: bool = False) -> JsonResponse:
+    if stream:
+        raise refused("stream", "stream=true: a stored response is given whole, not as events; leave it out")
     return JsonResponse(_stored(state, response_id).response)
 
 
 @router.get("/v1/responses/{response_id}/input_items", response_model=answers.InputItems, responses=refusals(400, 404))
-async def read_input_items(response_id: str, state: StateDep, order: Literal["asc", "desc"] = "desc") -> JsonResponse:
+async def read_input_items(
+    response_id: str,
+    state: StateDep,
+    order: Literal["asc", "desc"] = "desc",
+    limit: int | None = None,
+    after: str | None = None,
+) -> JsonResponse:
     inputs = _stored(state, response_id).inputs
     items = [{"id": f"item_{index}", "type": "message"} | item for index, item in enumerate(inputs)]
     items = items if order == "asc" else items[::-1]
-    first, last = items[0]["id"], items[-1]["id"]
-    return JsonResponse({"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": False})
+    ids = [item["id"] for item in items]
+    if limit is not None and limit < 1:
+        raise refused("limit", f"limit={limit}: 1 or more is expected")
+    if after not in (None, *ids):
+        raise refused("after", f"after={after!r:.80} is the id of none of the {len(ids)} input items")
+    begin = 0 if after is None else 1 + ids.index(after)
+    end = len(ids) if limit is None else begin + limit
+    first, last = next(iter(ids[begin:end]), None), next(reversed(ids[begin:end]), None)
+    page = {"first_id": first, "last_id": last, "has_more": end < len(ids)}
+    return JsonResponse({"object": "list", "data": items[begin:end], **page})
 
 
 @router.delete("/v1/responses/{response_id}", response_model=answers.DeletedResponse, responses=refusals(404))
