@@ -2,6 +2,7 @@
 engine's answers in any mix, whole and streamed."""
 
 import asyncio
+import gzip
 import json
 import logging
 import random
@@ -125,6 +126,39 @@ def test_with_tool_choice_none_a_call_is_text(url):
     [choice] = chat(url, tools=TOOLS, tool_choice="none", guided_regex=written, max_tokens=60).json()["choices"]
     assert choice["finish_reason"] == "stop" and "tool_calls" not in choice["message"]
     assert choice["message"]["content"] == 'Well.<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize("choice", ["none", "auto"])
+def test_a_choice_that_calls_no_tool_needs_none(choice, url, usual_choices):
+    """Semantic Kernel and litellm send it without tools."""
+    assert chat(url, tool_choice=choice).json()["choices"] == usual_choices
+
+
+LONG = [{"role": "user", "content": "7 " * 4000}]
+FAULTS = {
+    "an id": (complete, {"prompt": [1, 99999]}, "prompt", "holds token id 99999"),
+    "a stop id": (complete, {"stop_token_ids": [99999]}, "stop_token_ids", "holds token id 99999"),
+    "a long prompt": (complete, {"prompt": [5] * 5000}, "prompt", "leaves no room"),
+    "a long chat": (chat, {"messages": LONG}, "messages", "leaves no room"),
+    "a seed": (complete, {"seed": -(1 << 63) - 1}, "seed", f"an integer from {-(1 << 63)} to {(1 << 63) - 1} is"),
+    "no prompt": (complete, {"prompt": None}, "prompt", "prompt=None: a string, a list of token ids, or"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_error_names_its_field_once(fault, url):
+    """It named none of ids and lengths, the prompt twice, and only seeds from 0."""
+    ask, fields, param, said = FAULTS[fault]
+    answer = ask(url, **fields)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+    assert said in answer.json()["error"]["message"] and "prompts=" not in answer.text
+
+
+def test_a_compressed_body_is_refused_as_such(url):
+    """It was said to be no JSON."""
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    answer = httpx.post(f"{url}/v1/completions", content=gzip.compress(b'{"prompt": "a"}'), headers=headers, timeout=60)
+    assert answer.status_code == 415 and "Content-Encoding is 'gzip'" in answer.json()["error"]["message"]
 
 
 def test_a_required_tool_needs_no_template_that_knows_tools(url, engine, monkeypatch):

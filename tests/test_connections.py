@@ -54,6 +54,14 @@ def connect(url: str, window: int = 0) -> socket.socket:
     return made
 
 
+def test_a_target_may_have_the_servers_address(server):
+    """Clients of a proxy send such targets; there was nothing at them."""
+    for target, status in (("/v1/models?a=b", b"200"), ("", b"200"), ("/v2", b"404")):
+        with connect(server.url) as client:
+            client.sendall(f"GET {server.url}{target} HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n".encode())
+            assert client.recv(1 << 16).split()[1] == status
+
+
 def request(body: dict, length: int | None = None) -> bytes:
     raw = json.dumps(body).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"

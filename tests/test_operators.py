@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 import os
+import socket
 import threading
 import time
 
@@ -254,9 +255,12 @@ LATIN = "it is not UTF-8 text"
     ids=lambda value: str(value)[:20],
 )
 def test_a_file_with_a_mistake_is_one_sentence_with_its_name(option, text, said, tmp_path):
+    """Before any port is taken: the command needed a free one to say so of a template."""
     path = tmp_path / ("serve.toml" if " = " in text else "serve.yaml")
     path.write_bytes(text.encode("latin-1"))
-    run = CliRunner().invoke(shell, ["serve", "--target", "/not/there", option, str(path)])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = ["--port", str(taken.getsockname()[1])]
+        run = CliRunner().invoke(shell, ["serve", "--target", "/not/there", *port, option, str(path)])
     assert run.exit_code == 2 and said in run.stderr and run.stderr.count("\n") == 1
     assert path.name in run.stderr
 

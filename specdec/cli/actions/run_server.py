@@ -47,6 +47,7 @@ def run_server(options: ServeOptions) -> None:
     prepare_process(options)
     settings = serve_settings(options)
     require_certificate(settings)
+    read_template(options)
     with listen(options.host, options.port) as bound:
         _warn_of_open_doors(settings, bound)
         served, settings = load_served(options, settings)
@@ -79,10 +80,15 @@ def serve_settings(options: ServeOptions) -> ServeSettings:
     )
 
 
+def read_template(options: ServeOptions) -> str | None:
+    """The text of the file of --chat-template. Raises ConfigError."""
+    file = options.chat_template
+    return None if file is None else read_text_file(file, "the file of --chat-template")
+
+
 def load_served(options: ServeOptions, settings: ServeSettings) -> tuple[AsyncEngine, ServeSettings]:
     """The engine to serve, and the settings with its model's sampling defaults. The caller closes the engine."""
-    file = options.chat_template
-    template = None if file is None else read_text_file(file, "the file of --chat-template")
+    template = read_template(options)
     engine = load_engine(options, options.batch_size)
     if engine.tokenizer is None:
         raise ConfigError(f"{options.target!r} has no tokenizer, but a server reads and writes text; name one")

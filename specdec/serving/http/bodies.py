@@ -165,6 +165,10 @@ class BodyReader:
         if not (kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))):
             problem = f"Content-Type is {kind[:80]!r}" if kind else "there is no Content-Type"
             raise ApiError(415, f"{problem}; application/json is read", code="unsupported_media_type")
+        coding = request.headers.get("content-encoding", "identity").strip().lower()
+        if coding != "identity":
+            message = f"Content-Encoding is {coding[:80]!r}, and compressed bodies are not read; send it as it is"
+            raise ApiError(415, message, code="unsupported_media_type")
         return b"".join(pieces)
 
 

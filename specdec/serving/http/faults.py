@@ -92,7 +92,8 @@ def as_api_error(error: Exception) -> ApiError:
     for kind, (status, code) in ANSWERS.items():
         if isinstance(error, kind):
             message = str(error).replace("max_new_tokens", "max_tokens")
-            setting = re.match(r"(\w+)=", message) if status == 400 else None  # named as in the Python API: top_p=2
+            # named as in the Python API: top_p=2
+            setting = re.match(r"(\w+)(=| holds token id )", message) if status == 400 else None
             param = setting and setting[1]
             headers = {"Retry-After": "1"} if status in (429, 503) else None
             return ApiError(status, message, param=param, code=code, headers=headers)
@@ -138,7 +139,9 @@ def sentence(errors: Sequence[Mapping[str, Any]]) -> str:
     wanted = list(dict.fromkeys(filter(None, map(expected, errors))))
     if wanted:
         return f"{' or '.join(wanted)} is expected"
-    return str(errors[0].get("ctx", {}).get("error", "")) or "this value is not allowed"
+    said = str(errors[0].get("ctx", {}).get("error", ""))
+    # some begin with the value, under another name than the field's
+    return said.partition(f"={shown(errors[0].get('input'))}: ")[2] or said or "this value is not allowed"
 
 
 class Answer(BaseModel):
@@ -168,7 +171,7 @@ REFUSED = {
     404: "There is no such model, or no such response.",
     408: "The body did not come in time.",
     413: "The body is too large.",
-    415: "The body is not said to be JSON.",
+    415: "The body is not said to be JSON, or is compressed.",
     429: "Too many requests wait, or this client asks too much; Retry-After says when to ask again.",
     500: "This request failed within the server; its log says why.",
     503: "The server is stopping, or takes no request now.",

@@ -44,6 +44,17 @@ def at_root_path(app: ASGIApp, root_path: str) -> ASGIApp:
     return answer
 
 
+def in_origin_form(app: ASGIApp) -> ASGIApp:
+    """Reduces the target of a request to its path if a client sends it with the server's address, as to a proxy."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (found := re.match(r"https?://[^/]*", scope["path"], re.IGNORECASE)):
+            scope = {**scope, "path": scope["path"][found.end() :] or "/"}
+        await app(scope, receive, send)
+
+    return answer
+
+
 def head_as_get(app: ASGIApp) -> ASGIApp:
     """Handles HEAD as GET if the path has GET; the server then sends no body."""
 
@@ -158,3 +169,4 @@ def install_middleware(app: FastAPI, settings: ServeSettings) -> None:
     app.add_middleware(RequestLog)
     if settings.root_path:
         app.add_middleware(at_root_path, root_path=settings.root_path)
+    app.add_middleware(in_origin_form)

@@ -8,11 +8,12 @@ from specdec.config import GRAMMARS, MAX_SALT, SamplingParams, SpecConfig
 from specdec.errors import CapacityError, ConfigError
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.http.clients import require_priority, salt_for
-from specdec.serving.http.faults import ApiError
+from specdec.serving.http.faults import ApiError, as_api_error
 from specdec.serving.openai.protocol import ChatRequest, SamplingFields, Speculation, refused
 from specdec.serving.state import ServeState
 
 MAX_LOGPROBS = 20
+MAX_SEED = (1 << 63) - 1
 TRANSLATED = {"logprobs", "logit_bias", "prompt_logprobs", "cache_salt", "speculation"}
 """Fields of a body that `sampling_params` converts individually."""
 SAME = {each.name for each in fields(SamplingParams)} & SamplingFields.model_fields.keys() - TRANSLATED
@@ -36,7 +37,11 @@ def sampling_params(
     given |= {name: value for name in SAME if (value := getattr(body, name)) is not None}
     if given.get("top_k") == -1:  # like 0: all tokens
         given["top_k"] = 0
-    if (seed := given.get("seed")) is not None and -(1 << 63) <= seed < 0:  # -1, of llama.cpp and vLLM: a random one
+    if (seed := given.get("seed")) is not None and not -MAX_SEED - 1 <= seed <= MAX_SEED:
+        raise refused(
+            "seed", f"seed={seed}: an integer from {-MAX_SEED - 1} to {MAX_SEED} is expected", "invalid_value"
+        )
+    if seed is not None and seed < 0:  # -1, of llama.cpp and vLLM: a random one
         given["seed"] = None if seed == -1 else seed & ((1 << 62) - 1)
     if body.logit_bias:
         given["logit_bias"] = {_token_id(token): bias for token, bias in body.logit_bias.items()}
@@ -81,11 +86,16 @@ def require_logprobs(count: int, param: str = "logprobs") -> int:
 def naming_field(
     error: ConfigError | CapacityError, body: SamplingFields, renamed: Mapping[str, str]
 ) -> ConfigError | CapacityError | ApiError:
-    """Returns the error with the client's names of a grammar's field, and of the field that limits the output."""
+    """Returns the error with the client's names of a grammar's field, of the prompt's field, and of the field that
+    limits the output."""
     field, message = next(iter(_requested_grammars(body)), None), str(error)
     if not message.startswith(GRAMMARS):
         limit = "max_tokens" if getattr(body, "max_completion_tokens", None) is None else "max_completion_tokens"
-        return type(error)(message.replace("max_new_tokens", renamed.get(limit, limit)))
+        named = as_api_error(type(error)(message.replace("max_new_tokens", renamed.get(limit, limit))))
+        if isinstance(error, CapacityError) or message.startswith("prompt "):
+            prompt = "messages" if isinstance(body, ChatRequest) else "prompt"
+            named.body["error"]["param"] = renamed.get(prompt, prompt)
+        return named
     if field is None and isinstance(body, ChatRequest) and body.forced_tools:
         names = ", ".join(tool.name for tool in body.forced_tools)
         message = message.replace("json_schema", f"the schema of a tool that must be called ({names})", 1)

@@ -89,7 +89,11 @@ class ResponseAnswer(ChatTextAnswer):
 
     events = NamedEvents
     scored = True
-    renamed: Mapping[str, str] = {"response_format": "text.format", "max_tokens": "max_output_tokens"}
+    renamed: Mapping[str, str] = {
+        "messages": "input",
+        "response_format": "text.format",
+        "max_tokens": "max_output_tokens",
+    }
 
     def __init__(self, asked: ResponsesRequest, state: ServeState) -> None:
         self.asked = asked

@@ -44,7 +44,7 @@ class ToolChoice:
         self.max_calls = 1 if body.parallel_tool_calls is False else None
         self._forced = body.forced_tools
         choice = body.tool_choice or "auto"
-        if body.tool_choice is not None and not self.tools:
+        if choice not in ("none", "auto") and not self.tools:
             raise refused("tool_choice", "tool_choice goes with tools, and there are none; give some")
         if choice == "none":
             self.tools = []
