@@ -9,14 +9,14 @@ The answer is printed as it is made, text from accepted drafts in colour. `--com
 and fails if the text differs. Published heads by the name of their target (`--models` prints this table):
 
 name               target                                           drafter                                          steps  accepted   memory
-Llama-3.1-8B       meta-llama/Llama-3.1-8B-Instruct                 yuhuili/EAGLE3-LLaMA3.1-Instruct-8B              5      3.34 of 8  17 GB bfloat16
-Qwen3-8B           Qwen/Qwen3-8B                                    RedHatAI/Qwen3-8B-speculator.eagle3              5      3.48 of 6  18 GB bfloat16
+Llama-3.1-8B       meta-llama/Llama-3.1-8B-Instruct                 yuhuili/EAGLE3-LLaMA3.1-Instruct-8B              5      3.34 of 8  16.9 GB bfloat16
+Qwen3-8B           Qwen/Qwen3-8B                                    RedHatAI/Qwen3-8B-speculator.eagle3              5      3.48 of 6  17.2 GB bfloat16
 Qwen3-32B          Qwen/Qwen3-32B                                   RedHatAI/Qwen3-32B-speculator.eagle3             5                 69 GB bfloat16
-Qwen3-30B-A3B      Qwen/Qwen3-30B-A3B                               AngelSlim/Qwen3-a3B_eagle3                       4                 62 GB bfloat16
-Llama-3.3-70B      RedHatAI/Llama-3.3-70B-Instruct-quantized.w4a16  yuhuili/EAGLE3-LLaMA3.3-Instruct-70B             5                 46 GB int4
-Mistral-Small-24B  mistralai/Mistral-Small-24B-Instruct-2501        cvalgian/EAGLE3-Mistral-Small-24B-Instruct-2501  4                 49 GB bfloat16
-gpt-oss-20b        openai/gpt-oss-20b                               RedHatAI/gpt-oss-20b-speculator.eagle3           3                 15 GB MXFP4
-gpt-oss-120b       openai/gpt-oss-120b                              lmsys/EAGLE3-gpt-oss-120b-bf16                   3                 70 GB MXFP4
+Qwen3-30B-A3B      Qwen/Qwen3-30B-A3B                               AngelSlim/Qwen3-a3B_eagle3                       4                 61.4 GB bfloat16
+Llama-3.3-70B      RedHatAI/Llama-3.3-70B-Instruct-quantized.w4a16  yuhuili/EAGLE3-LLaMA3.3-Instruct-70B             5                 43.7 GB int4
+Mistral-Small-24B  mistralai/Mistral-Small-24B-Instruct-2501        cvalgian/EAGLE3-Mistral-Small-24B-Instruct-2501  4                 48.8 GB bfloat16
+gpt-oss-20b        openai/gpt-oss-20b                               RedHatAI/gpt-oss-20b-speculator.eagle3           3                 15.0 GB MXFP4
+gpt-oss-120b       openai/gpt-oss-120b                              lmsys/EAGLE3-gpt-oss-120b-bf16                   3                 69.4 GB MXFP4
 
 Other heads by `--drafter`, in the formats of SafeAILab / SpecForge, NVIDIA ModelOpt and speculators; for instance
 RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3, AngelSlim/Qwen3-8B_eagle3, nvidia/gpt-oss-120b-Eagle3-v3. Heads are

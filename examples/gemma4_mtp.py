@@ -9,15 +9,15 @@ The answer is printed as it is made, text from accepted drafts in colour. `--com
 and fails if the text differs. The pairs by name (`--models` prints this table):
 
 name     target                              drafter                                               steps  accepted   memory
-E2B      google/gemma-4-E2B-it               google/gemma-4-E2B-it-assistant                       2                 12 GB bfloat16
-E4B      google/gemma-4-E4B-it               google/gemma-4-E4B-it-assistant                       4                 18 GB bfloat16
-12B      google/gemma-4-12B-it               google/gemma-4-12B-it-assistant                       4                 28 GB bfloat16
-26B-A4B  google/gemma-4-26B-A4B-it           google/gemma-4-26B-A4B-it-assistant                   4      3.68 of 5  59 GB bfloat16
-31B      google/gemma-4-31B-it               google/gemma-4-31B-it-assistant                       8      5.37 of 8  71 GB bfloat16
-E2B-QAT  google/gemma-4-E2B-it-qat-w4a16-ct  google/gemma-4-E2B-it-qat-q4_0-unquantized-assistant  2                 6.8 GB int4
-E4B-QAT  google/gemma-4-E4B-it-qat-w4a16-ct  google/gemma-4-E4B-it-qat-q4_0-unquantized-assistant  4                 9.5 GB int4
+E2B      google/gemma-4-E2B-it               google/gemma-4-E2B-it-assistant                       2                 9.4 GB bfloat16
+E4B      google/gemma-4-E4B-it               google/gemma-4-E4B-it-assistant                       4                 15.1 GB bfloat16
+12B      google/gemma-4-12B-it               google/gemma-4-12B-it-assistant                       4                 24.7 GB bfloat16
+26B-A4B  google/gemma-4-26B-A4B-it           google/gemma-4-26B-A4B-it-assistant                   4      3.68 of 5  51.3 GB bfloat16
+31B      google/gemma-4-31B-it               google/gemma-4-31B-it-assistant                       8      5.37 of 8  62.3 GB bfloat16
+E2B-QAT  google/gemma-4-E2B-it-qat-w4a16-ct  google/gemma-4-E2B-it-qat-q4_0-unquantized-assistant  2                 6.7 GB int4
+E4B-QAT  google/gemma-4-E4B-it-qat-w4a16-ct  google/gemma-4-E4B-it-qat-q4_0-unquantized-assistant  4                 9.4 GB int4
 12B-QAT  google/gemma-4-12B-it-qat-w4a16-ct  google/gemma-4-12B-it-qat-q4_0-unquantized-assistant  4                 9.0 GB int4
-31B-QAT  google/gemma-4-31B-it-qat-w4a16-ct  google/gemma-4-31B-it-qat-q4_0-unquantized-assistant  8                 20.3 GB int4
+31B-QAT  google/gemma-4-31B-it-qat-w4a16-ct  google/gemma-4-31B-it-qat-q4_0-unquantized-assistant  8                 20.2 GB int4
 
 Steps: where vLLM's figures for one H100 were best (PR 41745; 12B is not among them). Deep drafts pay most where the
 target is large and dense; a mixture of experts (26B-A4B) reads more experts for every further draft. QAT targets were

@@ -199,6 +199,20 @@ def test_groups_are_those_that_an_engine_allocates(drafter, page_size, tmp_path,
         assert ("drafter" in report["weights"]) == (drafter != "none")
 
 
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_windows_over_recurrent_layers_are_planned_as_an_engine_has_them(adaptive, tmp_path, make_target, monkeypatch):
+    """With fixed drafts the report lacked what a window reaches back over, to the copy of a state."""
+    monkeypatch.setattr(sizing, "free_bytes", lambda device: 10**12)
+    model, folders = make_target("qwen3_5"), [str(tmp_path / role) for role in ("target", "drafter")]
+    model.save_pretrained(folders[0])
+    written_block(tmp_path / "drafter", model, windows=(None, 5))
+    spec = SpecConfig(2, adaptive=adaptive)
+    config = EngineConfig(max_batch_size=2, max_model_len=128, prefill_chunk=16, device="cpu")
+    report = memory_plan(*folders, spec=spec, config=config, drafter_options={})
+    with Engine.from_pretrained(*folders, spec=spec, config=config) as engine:
+        assert {group["name"]: group["batch_bytes"] for group in report["groups"]} == engine.cache.bytes_by_group()
+
+
 @pytest.mark.parametrize(
     ("name", "drafter"),
     [

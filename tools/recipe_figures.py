@@ -88,11 +88,11 @@ def plan_shape_drafter(
     """The drafter that a shape describes; its target is on `meta`."""
     if isinstance(described, MtpSpec):
         layout = layout_of_modules(model.layout, family_of(model).like, described.modules)
-        needs = own_needs(layout, spec, reread=described.modules - 1)
+        needs = own_needs(layout, model, spec, reread=described.modules - 1)
         return PlannedDrafter(needs, count_drafter(described, model).bytes)
     drafter = build_model(described, META, model.dtype)
     if isinstance(described, HeadSpec):
-        needs = own_needs(described.kv_layout, spec)
+        needs = own_needs(described.kv_layout, model, spec)
     else:
         needs = model_needs(described.model_type, drafter, model, spec)
     return PlannedDrafter(needs, stored_weights(drafter).bytes)

@@ -23,7 +23,7 @@ from specdec.draft_models.native_mtp.mtp_drafter import default_steps, layout_of
 from specdec.draft_models.registry import AUTO, MTP, building, drafter_parts, is_drafter_config, require_target
 from specdec.errors import ConfigError, UnsupportedModelError, about, first_line
 from specdec.kvcache.layout import CacheField, KVLayout
-from specdec.kvcache.recurrent_state import StateShape
+from specdec.kvcache.recurrent_state import FOLD, StateShape
 from specdec.loading.drafter_loading import drafts_by_modules, meant_by_auto, require_drafter
 from specdec.loading.model_loading import SHARED_OPTIONS, Checkpoint, pick_device, pick_dtype
 from specdec.models.described_model import ModelOnMeta, model_on_meta
@@ -147,15 +147,16 @@ def plan_drafter(
         if name == MTP or drafts_by_modules(described, model, lambda: folder):
             return plan_modules(folder, model, spec)
         if is_drafter_config(described) and not is_assistant_config(described):  # a head
-            return PlannedDrafter(own_needs(layout_of_config(described), spec), _weight_bytes(checkpoint, None))
+            return PlannedDrafter(own_needs(layout_of_config(described), model, spec), _weight_bytes(checkpoint, None))
     require_drafter(f"drafter {name!r}", described)
     planned = on_meta(checkpoint, model.dtype)
     return PlannedDrafter(model_needs(name, planned, model, spec), _weight_bytes(checkpoint, planned))
 
 
-def own_needs(layout: KVLayout, spec: SpecConfig, reread: int = 0) -> DraftNeeds:
-    """Needs of a drafter with K/V of its own, which may read tokens rounds after their commit."""
-    return DraftNeeds(layout, reread=reread, max_lag=MAX_LAG if spec.adaptive else 0)
+def own_needs(layout: KVLayout, target: ModelOnMeta, spec: SpecConfig, reread: int = 0) -> DraftNeeds:
+    """Needs of a drafter with K/V of its own, which may read tokens rounds after their commit; see
+    `DraftNeeds.from_drafter`."""
+    return DraftNeeds(layout, reread=reread, max_lag=MAX_LAG if spec.adaptive else FOLD if target.recurrent else 0)
 
 
 def model_needs(name: str, model: PreTrainedModel, target: ModelOnMeta, spec: SpecConfig) -> DraftNeeds:
@@ -164,7 +165,7 @@ def model_needs(name: str, model: PreTrainedModel, target: ModelOnMeta, spec: Sp
         return DraftNeeds.from_drafter(Gemma4MTPDrafter(model, target), spec)
     layout = ModelOnMeta(name, model).layout
     require_stateless(name, layout)
-    return own_needs(layout, spec)
+    return own_needs(layout, target, spec)
 
 
 def plan_modules(folder: Path, target: ModelOnMeta, spec: SpecConfig) -> PlannedDrafter:
@@ -182,7 +183,7 @@ def plan_modules(folder: Path, target: ModelOnMeta, spec: SpecConfig) -> Planned
         tensors = [stored[name].to("meta") for name in names]
         weights = sum((each.to(target.dtype) if is_unquantised(each) else each).nbytes for each in tensors)
     layout = layout_of_modules(target.layout, conventions_of(folder, target).like, count)
-    return PlannedDrafter(own_needs(layout, spec, reread=count - 1), weights, default_steps(count))
+    return PlannedDrafter(own_needs(layout, target, spec, reread=count - 1), weights, default_steps(count))
 
 
 def on_meta(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:

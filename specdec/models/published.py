@@ -2,7 +2,7 @@
 settings and published acceptance lengths, from `bundled/published_pairs.json`.
 
 Steps for Gemma 4 (except 12B) are the fastest in vLLM's figures for one H100 (PR 41745). Memory is for the weights of
-both models, without encoders if these are quantised; the KV cache takes a share of the rest. Acceptance lengths are
+both models, without encoders, as in `specdec recipe`; the KV cache takes a share of the rest. Acceptance lengths are
 others' figures on their own data; only those of bundled pairs were measured here.
 """
 
