@@ -6,7 +6,8 @@ rest of their keys. Tensors are loaded into a head, with the target tokens that 
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
@@ -126,12 +127,16 @@ def stored_tensor(file: Path, name: str) -> torch.Tensor:
     return tensor
 
 
-def require_float_weights(folder: Path) -> None:
-    """Raise CheckpointError if a weight is stored in whole numbers, which mean nothing without a scale."""
+def require_float_weights(folder: Path, model: nn.Module, unused: Iterable[str]) -> None:
+    """Raise CheckpointError if a weight is stored in whole numbers, which mean nothing without a scale. unused: tensors
+    that the model does not read, besides those that its class ignores."""
+    ignored, unread = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or (), set(unused)
     for path in sorted(folder.glob("*.safetensors")):
         with _reading(path), safe_open(path, "pt") as opened:
             stored = {name: opened.get_slice(name).get_dtype() for name in opened.keys() if name.endswith(".weight")}  # noqa: SIM118
         for name, dtype in stored.items():
+            if name in unread or any(re.search(pattern, name) for pattern in ignored):
+                continue
             if dtype.startswith(("I", "U")):
                 raise CheckpointError(
                     f"{name} is stored in whole numbers ({dtype}), so it is quantised, and no quantization_config in "

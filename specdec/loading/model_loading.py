@@ -192,7 +192,7 @@ class Checkpoint:
         with about(f"{self.name!r} cannot be loaded"):
             require_values_read(model, info["unexpected_keys"])
             if self.quantization is None:
-                checkpoint_files.require_float_weights(self.config_file.parent)
+                checkpoint_files.require_float_weights(self.config_file.parent, model, info["unexpected_keys"])
         for key, stored, made in sorted(info["mismatched_keys"])[:1]:  # these would be random too
             raise CheckpointError(
                 f"{self.name!r}: tensor {key} is {list(stored)}, and by the config.json it would be {list(made)}; give "
