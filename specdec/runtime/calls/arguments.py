@@ -216,6 +216,8 @@ def require_loading_arguments(options: Iterable[str], known: Collection[str]) ->
 
 def _unknown(what: str, name: str, known: Collection[str]) -> ConfigError:
     places = {**{each: each + "=..." for each in known}, **SAMPLING, **ENGINE}
+    if "progress" in known:
+        places["use_tqdm"] = "progress=..."  # vLLM's name
     if name in SAMPLING:
         what += ", which is a sampling parameter"
     elif name in ENGINE:
