@@ -196,8 +196,9 @@ def generate(
     mask = _attention_mask(settings, ids, attention_mask)
     copies = num_copies(settings)
     ids, mask = ids.repeat_interleave(copies, dim=0), mask.repeat_interleave(copies, dim=0)
-    streams = not isinstance(streamer, type) and callable(getattr(streamer, "put", None))
-    if streamer is not None and not (streams and callable(getattr(streamer, "end", None))):
+    anything = streamer
+    is_streamer = all(callable(getattr(anything, name, None)) for name in ("put", "end"))
+    if streamer is not None and (isinstance(anything, type) or not is_streamer):
         raise ConfigError(f"streamer={shown(streamer)}: a transformers streamer, with put and end, is expected")
     if streamer is not None and len(ids) != 1:
         raise ConfigError(f"a streamer takes one row, not {len(ids)}; leave it out, or use Engine.stream for each")
