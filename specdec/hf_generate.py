@@ -196,9 +196,7 @@ def generate(
     mask = _attention_mask(settings, ids, attention_mask)
     copies = num_copies(settings)
     ids, mask = ids.repeat_interleave(copies, dim=0), mask.repeat_interleave(copies, dim=0)
-    anything = streamer
-    is_streamer = all(callable(getattr(anything, name, None)) for name in ("put", "end"))
-    if streamer is not None and (isinstance(anything, type) or not is_streamer):
+    if streamer is not None and not _is_streamer(streamer):
         raise ConfigError(f"streamer={shown(streamer)}: a transformers streamer, with put and end, is expected")
     if streamer is not None and len(ids) != 1:
         raise ConfigError(f"a streamer takes one row, not {len(ids)}; leave it out, or use Engine.stream for each")
@@ -290,6 +288,10 @@ def _stop_criteria(strings: Any, tokenizer: Any) -> StopStringCriteria | None:
             f"stop_strings={shown(strings)} cannot be matched with the vocabulary of this tokenizer, as transformers "
             f"does it ({shown(str(error))}); an Engine takes them as SamplingParams(stop=...)"
         ) from error
+
+
+def _is_streamer(value: object) -> bool:
+    return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in ("put", "end"))
 
 
 def _input_ids(model: PreTrainedModel, settings: Mapping[str, Any], ids: Any) -> torch.Tensor:
