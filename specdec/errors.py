@@ -89,6 +89,8 @@ class _Short(reprlib.Repr):
             return super().repr_instance(x, level)
         if type(x).__name__ in ("dtype", "device"):  # of torch; this module imports neither torch nor numpy
             return repr(x)
+        if isinstance(x, type):  # a class has its instances' attributes, but no values of them
+            return f"<{x.__name__}>"
         if hasattr(x, "item") and getattr(x, "shape", None) == ():  # a numpy or torch scalar
             return repr(x.item())
         if hasattr(x, "shape"):

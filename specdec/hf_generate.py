@@ -6,14 +6,15 @@ transformers' criterion. The model is not changed, even if the call fails.
 """
 
 import difflib
+import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, StopStringCriteria
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -71,9 +72,14 @@ def merge_settings(model: PreTrainedModel, given: GenerationConfig | None, kwarg
         for name, value in values.items():
             if values is kwargs or not (name.startswith("_") or value is None):
                 merged[name], where[name] = value, source
+    known = {*vars(GenerationConfig()), *defaults, "assistant_tokenizer"}  # which generate takes from its kwargs
+    known |= _parameters(GenerationMixin.generate, model.forward)
     for name, value in merged.items():
-        if value is not None and name not in HONOURED | HARMLESS and not _is_neutral(name, value, defaults):
-            raise ConfigError(_refusal(name, value, where[name]))
+        if value is None or name in HONOURED | HARMLESS:
+            continue
+        misspelt = not where[name] and name not in known and not isinstance(value, torch.Tensor)
+        if misspelt or not _is_neutral(name, value, defaults):
+            raise ConfigError(_refusal(name, value, where[name], known))
     unasked = {"max_length": None, "num_assistant_tokens": None}  # their defaults do not count
     return dict.fromkeys(HONOURED) | defaults | unasked | merged
 
@@ -190,7 +196,7 @@ def generate(
     mask = _attention_mask(settings, ids, attention_mask)
     copies = num_copies(settings)
     ids, mask = ids.repeat_interleave(copies, dim=0), mask.repeat_interleave(copies, dim=0)
-    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+    if streamer is not None and not _is_streamer(streamer):
         raise ConfigError(f"streamer={shown(streamer)}: a transformers streamer, with put and end, is expected")
     if streamer is not None and len(ids) != 1:
         raise ConfigError(f"a streamer takes one row, not {len(ids)}; leave it out, or use Engine.stream for each")
@@ -284,6 +290,10 @@ def _stop_criteria(strings: Any, tokenizer: Any) -> StopStringCriteria | None:
         ) from error
 
 
+def _is_streamer(value: object) -> bool:
+    return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in ("put", "end"))
+
+
 def _input_ids(model: PreTrainedModel, settings: Mapping[str, Any], ids: Any) -> torch.Tensor:
     if ids is None:
         bos = settings["bos_token_id"]
@@ -317,19 +327,22 @@ def _is_neutral(name: str, value: Any, defaults: Mapping[str, Any]) -> bool:
     if isinstance(value, (bool, np.bool_)):
         return bool(value) == bool(defaults.get(name))
     if isinstance(value, (list, tuple, dict, set)):
-        return not value
+        return not value and name != "watermarking_config"  # {} watermarks with transformers' defaults
     return isinstance(value, (int, float, str, np.generic)) and value in (defaults.get(name), *NEUTRAL.get(name, ()))
 
 
-def _refusal(name: str, value: Any, source: str) -> str:
-    """Why a setting is refused, and what to do."""
+def _parameters(*functions: Callable[..., Any]) -> set[str]:
+    return {name for function in functions for name in inspect.signature(function).parameters}
+
+
+def _refusal(name: str, value: Any, source: str, known: Collection[str]) -> str:
+    """Why a setting is refused, and what to do. known: the names that transformers accepts."""
     setting = f"{name}={shown(list(value) if isinstance(value, list) else value)}"  # also for a LogitsProcessorList
     if name == "prompt_lookup_num_tokens":
         return f"{setting} is not supported by specdec.generate; prompt lookup is drafter='ngram'"
     if source:
         return f"{source} {setting}, which specdec.generate cannot honour; pass {name}=None to go without it"
-    known = name in vars(GenerationConfig())
-    close = [] if known else difflib.get_close_matches(name, HONOURED, n=1)
+    close = [] if name in known else difflib.get_close_matches(name, HONOURED, n=1)
     advice = f"did you mean {close[0]}?" if close else "leave it out, or use model.generate"
     return f"{setting} is not supported by specdec.generate; {advice}"
 

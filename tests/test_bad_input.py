@@ -4,7 +4,7 @@ import copy
 import json
 import pickle
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig, SpecDecError
+from specdec.config import OpenDepth
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.errors import CapacityError, CheckpointError, ConfigError, UnsupportedModelError
 from specdec.models.target import TargetModel
@@ -293,6 +294,15 @@ def test_stop_ids_come_out_of_their_boxes():
     assert type(SamplingParams(stop_token_ids=[np.int32(3)]).stop_token_ids[0]) is int
 
 
+@pytest.mark.parametrize("settings", [SamplingParams(), SpecConfig(), OpenDepth(), EngineConfig()])
+@pytest.mark.parametrize("name", ["max_tokens", "topk", "max_new_tokens"])
+def test_settings_do_not_change_and_say_so(settings, name):
+    for change in (lambda: setattr(settings, name, 3), lambda: delattr(settings, name)):
+        with pytest.raises(FrozenInstanceError, match=f"{name} cannot be set: .* make another"):
+            change()
+    assert copy.deepcopy(settings) == pickle.loads(pickle.dumps(settings)) == replace(settings) == settings
+
+
 def test_dtypes_by_name():
     for name in ("bfloat16", "bf16", "torch.bfloat16", torch.bfloat16):
         assert EngineConfig(dtype=name).dtype is torch.bfloat16
@@ -302,7 +312,7 @@ def test_dtypes_by_name():
 
 
 @pytest.mark.parametrize(
-    "value", [torch.zeros(300, 300), nn.Linear(2, 2), [torch.zeros(9)] * 9], ids=["t", "m", "list"]
+    "value", [torch.zeros(300, 300), nn.Linear(2, 2), [torch.zeros(9)] * 9, np.float32], ids=["t", "m", "list", "class"]
 )
 def test_a_setting_is_never_printed_whole(value):
     for make, names in ((SamplingParams, NUMBERS), (EngineConfig, CONFIG), (SpecConfig, ["topk"])):
@@ -317,8 +327,13 @@ def test_a_setting_is_never_printed_whole(value):
         ("generate", "temperature", "params=SamplingParams(temperature=...)"),
         ("generate", "max_tokens", "params=SamplingParams(max_new_tokens=...)"),
         ("generate", "sampling_params", "params=..."),
+        ("generate", "use_tqdm", "progress=..."),
         ("generate", "max_batch_size", "config=EngineConfig(max_batch_size=...)"),
         ("chat", "temperature", "params=SamplingParams(temperature=...)"),
+        ("chat", "temprature", "params=SamplingParams(temperature=...)"),
+        ("chat", "sampling_params", "params=..."),
+        ("chat", "max_tokens", "params=SamplingParams(max_new_tokens=...)"),
+        ("chat", "chat_template_kwargs", "**template_kwargs"),
         ("stream", "stop", "params=SamplingParams(stop=...)"),
         ("submit", "priorty", "priority=..."),
         ("submit_many", "n", "params=SamplingParams(n=...)"),

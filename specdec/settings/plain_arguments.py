@@ -5,7 +5,8 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from dataclasses import FrozenInstanceError
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -35,7 +36,16 @@ def plain_arguments(cls: Dataclass) -> Dataclass:
         init(*bound.args, **bound.kwargs)
 
     cls.__init__ = plain_init  # type: ignore[misc]
+    cls.__setattr__ = cls.__delattr__ = _refuse_change  # type: ignore[assignment]
     return cls
+
+
+def _refuse_change(settings: Any, name: str, *_: Any) -> NoReturn:
+    """Unlike a dataclass's own refusal, it does not raise TypeError for a name that is no field."""
+    raise FrozenInstanceError(
+        f"{name} cannot be set: a {type(settings).__name__} does not change; make another, for example with "
+        "dataclasses.replace"
+    )
 
 
 def _plain(value: Any) -> Any:

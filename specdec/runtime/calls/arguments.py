@@ -183,6 +183,8 @@ SAMPLING = {field.name: "params=SamplingParams({})" for field in fields(Sampling
 ENGINE = {field.name: "config=EngineConfig({})" for field in fields(EngineConfig) if field.name != "dtype"}
 ENGINE |= {field.name: "spec=SpecConfig({})" for field in fields(SpecConfig)}
 """Each setting and where it belongs; transformers knows a dtype as well."""
+VLLM_NAMES = {"sampling_params": "params", "use_tqdm": "progress", "max_tokens": "max_new_tokens"}
+"""vLLM's names of arguments, and ours."""
 MISSPELT_SIMILARITY = 0.8
 """Minimum similarity, 0 to 1, at which a keyword that could be meant for transformers counts as a misspelt setting."""
 SUGGESTED_SIMILARITY = 0.55
@@ -191,19 +193,25 @@ SUGGESTED_SIMILARITY = 0.55
 
 def known_keywords(function: AnyFunction) -> AnyFunction:
     """Decorate a method so that an unknown keyword raises ConfigError. If the method passes keywords on to a chat
-    template, only sampling parameters are refused."""
+    template, only sampling parameters, vLLM's names and similar names are refused."""
     parameters = inspect.signature(function).parameters
     passes_on = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    known = [name for name, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)][1:]
+    known = [f"**{name}" if each.kind is each.VAR_KEYWORD else name for name, each in parameters.items()][1:]
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs:
-            if name not in known and (name in SAMPLING or not passes_on):
+            if name not in known and (not passes_on or _is_setting(name)):
                 raise _unknown(f"{function.__qualname__.removesuffix('.__init__')} takes no {name}", name, known)
         return function(*args, **kwargs)
 
     return cast(AnyFunction, checked)
+
+
+def _is_setting(name: str) -> bool:
+    """Is a keyword meant for us, although a chat template could have a variable of this name?"""
+    similar = difflib.get_close_matches(name, SAMPLING, n=1, cutoff=MISSPELT_SIMILARITY)
+    return name in VLLM_NAMES or name == "chat_template_kwargs" or bool(similar)
 
 
 def require_loading_arguments(options: Iterable[str], known: Collection[str]) -> None:
@@ -215,11 +223,11 @@ def require_loading_arguments(options: Iterable[str], known: Collection[str]) ->
 
 
 def _unknown(what: str, name: str, known: Collection[str]) -> ConfigError:
-    places = {**{each: each + "=..." for each in known}, **SAMPLING, **ENGINE}
+    places = {**{each: each if each.startswith("**") else each + "=..." for each in known}, **SAMPLING, **ENGINE}
     if name in SAMPLING:
         what += ", which is a sampling parameter"
     elif name in ENGINE:
         what += ", which is a setting of the engine"
-    for meant in difflib.get_close_matches(name, places, n=1, cutoff=SUGGESTED_SIMILARITY):
+    for meant in difflib.get_close_matches(VLLM_NAMES.get(name, name), places, n=1, cutoff=SUGGESTED_SIMILARITY):
         return ConfigError(f"{what}; did you mean {places[meant].format(meant + '=...')}?")
     return ConfigError(f"{what}; it takes {', '.join(known)}")
