@@ -210,11 +210,15 @@ def _comparison_lines(report: Report) -> list[str]:
         f"- equal transcripts: {comparison['equal']} of {total}",
         *(_parting_line(one) for one in comparison["unequal"]),
         *(
-            f"- {score}: " + ", ".join(f"{key} {value:.3g}" for key, value in comparison[score].items())
+            f"- {score}: " + ", ".join(_figure_in_words(*figure) for figure in comparison[score].items())
             for score in SCORES
             if score in comparison
         ),
     ]
+
+
+def _figure_in_words(name: str, value: float) -> str:
+    return f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
 
 
 def _parting_line(one: Record) -> str:
