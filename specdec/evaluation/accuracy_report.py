@@ -217,7 +217,7 @@ def _comparison_lines(report: Report) -> list[str]:
     ]
 
 
-def _figure_in_words(name: str, value: float) -> str:
+def _figure_in_words(name: str, value: Any) -> str:
     return f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
 
 
