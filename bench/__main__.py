@@ -8,7 +8,7 @@
     python -m bench plot > docs/decode_speed.svg
 
 An option of a case is given as `--batches 1 8`; it holds for every case that has it. Exits with 1 when a check fails,
-with 2 where there is no GPU to run on.
+with 2 where there is no GPU to run on, with 130 after Ctrl-C, which keeps the rows so far.
 """
 
 import argparse
@@ -32,6 +32,8 @@ from bench.figures import decode_speed_svg
 from bench.registry import CASES, Case
 from bench.report import Report, Row, table_head, table_row
 from bench.verify import attempt_all
+from specdec.cli.output_files import require_writable
+from specdec.errors import ConfigError
 from specdec.measurement.conditions import conditions
 
 
@@ -59,18 +61,30 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error(f"{unknown[0]!r} is no case; choose of {', '.join(CASES)}")
     cases = [CASES[name] for name in given.names]
     options = read_options(parser, cases, rest)
+    try:
+        for path in filter(None, (given.out, given.json)):
+            require_writable(path)
+    except ConfigError as error:
+        parser.error(str(error))
     reason = next((why for case in cases for why in [refusal(case)] if why), None)
     if reason is not None:
         print(f"{reason}: nothing was checked", file=sys.stderr)
         return 2
+    known = {part: None for case in cases for part in parts_of(case)}
+    if unknown := [part for part in options.get("parts", []) if part not in known]:
+        parser.error(f"{unknown[0]!r} is no part of {', '.join(given.names)}; choose of {', '.join(known)}")
     torch.manual_seed(0)
     if given.warm is not None:
         return warm(cases, options, given.quick, given.warm)
     command = shlex.join(["python", "-m", "bench", *words])
     facts = conditions(DEVICE if torch.cuda.is_available() else torch.device("cpu"), command)
     report = Report(f"`{command}`, {facts['date']}, commit {facts['commit']}; {machine()}", given.seconds)
-    for case in cases:
-        run_case(case, {**case.values(ON_CPU, given.quick), **options}, report, words)
+    try:
+        for case in cases:
+            run_case(case, {**case.values(ON_CPU, given.quick), **options}, report, words)
+    except KeyboardInterrupt:  # the rows so far are kept
+        report.finish(given.out, given.json, facts)
+        return 130
     return report.finish(given.out, given.json, facts)
 
 
@@ -114,6 +128,11 @@ def refusal(case: Case) -> str | None:
     return None if visible >= case.gpus else f"{case.name} needs {case.gpus} CUDA devices, and {visible} are there"
 
 
+def parts_of(case: Case) -> list[str]:
+    """Its parts, those of `cases.toml` and those that run only if they are named."""
+    return [name.removesuffix("_rows") for name in vars(import_module(case.path)) if name.endswith("_rows")]
+
+
 def chosen_options(function: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Those that are arguments of a part."""
     return {name: options[name] for name in inspect.signature(function).parameters if name in options}
@@ -123,7 +142,7 @@ def run_case(case: Case, options: Mapping[str, Any], report: Report, words: Sequ
     module = import_module(case.path)
     warm_up(module, words, report)
     failed = len(report.failed)
-    for part in options["parts"]:
+    for part in (each for each in options["parts"] if each in parts_of(case)):
         if part in case.timed and len(report.failed) > failed:
             report.add(case.name, [Row(part, "left out, since a check failed")])
         elif report.is_over:

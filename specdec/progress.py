@@ -1,9 +1,11 @@
 """Progress of slow work, on standard error and only on a terminal; stages of a training, which take hours, are shown
 everywhere. Also the report of interrupted work."""
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from threading import current_thread, main_thread
 from typing import Any
 
 from rich.console import Console
@@ -82,6 +84,22 @@ class Stage:
             left = f", about {timedelta(seconds=round(taken * (1 - fraction) / done))} left" if done > 0 else ""
             words = f"{self.name} {fraction:4.0%}, {timedelta(seconds=round(taken))}{left}  {text}"
             self.console.print(words.rstrip(), markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def interruptions_wait() -> Iterator[None]:
+    """Ctrl-C takes effect at the end of the block, which is short and leaves nothing half done."""
+    if current_thread() is not main_thread():  # signals reach the main thread alone
+        yield
+        return
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if received:
+            signal.raise_signal(signal.SIGINT)
 
 
 class Interrupted(KeyboardInterrupt):

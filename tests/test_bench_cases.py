@@ -30,9 +30,12 @@ GPU = re.compile(r"\b[HA][12]00\b")
 COMMAND = re.compile(r"python -m bench ((?:[a-z][a-z-]*(?: |(?=[`\n.,)])))+)")
 
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
 def bench(*words: str, interpreted: bool = False):
     """In a real process where kernels are interpreted: a fork has imported triton."""
-    return run(["-m", "bench", *words], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, real=interpreted)
+    return run(["-m", "bench", *words], cwd=ROOT, env=ENVIRONMENT, real=interpreted)
 
 
 ON_A_CPU = [name for name, case in CASES.items() if case.cpu is not None]
@@ -55,6 +58,36 @@ def test_options_reach_the_case_and_unknown_ones_are_refused(tmp_path):
     assert (tmp_path / "table.md").read_text("utf-8").strip() == done.stdout.strip()
     assert "unrecognized arguments: --rquests" in bench("host", "--rquests", "2").stderr
     assert "'hosts' is no case; choose of paged-attention," in bench("hosts").stderr
+
+
+def test_what_a_run_cannot_do_or_write_is_refused_before_it(tmp_path):
+    assert "'part' is no part of host; choose of functions" in bench("host", "--parts", "part").stderr
+    nowhere = str(tmp_path / "nowhere" / "rows")
+    for option in ("--out", "--json"):
+        done = bench("host", option, nowhere)
+        assert (done.returncode, done.stdout) == (2, "") and f"{nowhere!r} cannot be written: No such" in done.stderr
+
+
+INTERRUPTED = """
+import sys
+from bench.__main__ import main
+from bench.cases import host
+from bench.report import Row
+
+def rows():
+    yield Row("first")
+    raise KeyboardInterrupt
+
+host.functions_rows = rows
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_rows_before_ctrl_c_are_kept(tmp_path):
+    file = tmp_path / "rows.json"
+    done = run(["-c", INTERRUPTED, "host", "--json", str(file)], cwd=ROOT, env=ENVIRONMENT)
+    assert done.returncode == 130, done.stderr
+    assert [row["name"] for row in json.loads(file.read_text("utf-8"))["rows"]] == ["first"]
 
 
 def test_the_list_has_every_case():

@@ -76,10 +76,11 @@ def test_a_data_set_is_read_from_the_hub(name, monkeypatch):
     [
         ("speed-bench", SPEED_ROW | {"turns": [f"{PLACEHOLDER} FROM THE SOURCE"]}, "placeholders; run SPEED-Bench's"),
         ("speed-bench", SPEED_ROW | {"messages": [{"role": "system", "content": "x"}]}, "only user turns are read"),
-        ("gsm8k", {"question": "a", "answer": "1"}, "problem 1 has no 'answer'"),
+        ("gsm8k", {"question": "a", "answer": "1"}, r"test\.jsonl:1: no 'answer' with '#### n'"),
         ("humaneval", {"prompt": ["a"]}, "'prompt' is"),
         ("mt-bench", None, "holds no prompt of mt-bench"),
         ("spec-bench", ..., "holds no file of spec-bench; one of spec_bench/question.jsonl"),
+        ("gsm8k", ..., r"one of gsm8k/test\.jsonl, gsm8k/gsm8k_test\.jsonl, gsm8k/test_first660\.jsonl, test\.jsonl"),
     ],
 )
 def test_rows_and_folders_that_are_no_data_set_are_refused(name, row, says, tmp_path):
@@ -239,6 +240,11 @@ def test_the_report_of_fixed_records(fixed_report):
     assert accuracy_title(fixed_report) == (
         "gsm8k, 4 problems: t, drafter d\nspeed-up 4.00x, acceptance length 2.50, 2 of 4 outputs equal"
     )
+
+
+def test_counts_of_the_comparison_are_written_in_full(fixed_report):
+    fixed_report["comparison"]["strict"] = {"only_speculative": 1234, "only_plain": 0, "mcnemar_p": 0.00012345}
+    assert "- strict: only_speculative 1234, only_plain 0, mcnemar_p 0.000123\n" in markdown(fixed_report)
 
 
 EQUAL = [{**one, "parting": None} for one in RECORDS]

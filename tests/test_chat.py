@@ -303,6 +303,15 @@ def test_what_is_forgotten_or_not_answered_is_said_and_the_session_goes_on(small
     assert len(re.findall(FIGURES, said)) == 3
 
 
+def test_a_line_of_a_pipe_that_is_not_utf_8_is_refused_and_the_next_is_read(small, monkeypatch, capsys):
+    piped = io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbf/reset\r\nhello \xff there\n" + TOM.encode()), "utf-8")
+    monkeypatch.setattr("sys.stdin", piped)
+    Session(small, Conversation(small), SamplingParams(max_new_tokens=4)).run("")
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.startswith("forgotten not answered: ") and "half a surrogate pair" in said
+    assert len(re.findall(FIGURES, said)) == 1
+
+
 def test_colours_hold_all_text_of_an_output_that_ends_without_a_token_more(byte_tokenizer):
     ids = byte_tokenizer("é")["input_ids"]
     colours = DraftColours(byte_tokenizer)

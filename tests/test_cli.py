@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
+from pathlib import Path
 from subprocess import PIPE
 
 import pytest
@@ -326,6 +327,20 @@ def test_a_reader_who_has_gone_ends_it_quietly(command):
         process.stdout.close()  # before anything is written
         assert process.stderr.read() == ""
     assert process.returncode == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_gets_one_sentence_wherever_output_goes():
+    for words in ("--version", "generate --help", "models"):
+        command = ["-m", "specdec.cli", *words.split()]
+        with open("/dev/full", "w") as full, start(command, stdout=full, stderr=PIPE) as process:
+            assert process.stderr.read().startswith("specdec: "), words
+        assert process.returncode == 2, words
+
+
+def test_streams_that_the_shell_closed_are_empty_ones():
+    closed = 'exec "$0" -m specdec.cli models <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", closed, sys.executable]).returncode == 0
 
 
 @pytest.mark.parametrize("option", ["--json", "--markdown", "--png"])

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from transformers import DynamicCache
 from typer.testing import CliRunner
 
@@ -310,6 +312,29 @@ def test_an_interrupted_run_keeps_what_it_has(monkeypatch, checkpoint, prompts, 
     report = run(checkpoint, prompts, tmp_path / "out")
     assert report["steps"] == 4
     assert "continuing from step 2" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_interrupted_in_an_update_ends_with_the_weights_of_one_that_was_not(
+    monkeypatch, checkpoint, prompts, tmp_path
+) -> None:
+    run(checkpoint, prompts, tmp_path / "whole")
+    outer, calls = torch.optim.AdamW.step, []
+
+    def step(optimizer, *args):
+        outer(optimizer, *args)
+        calls.append(optimizer)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)  # one of the two optimisers has made its step
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", step)
+        with pytest.raises(SystemExit, match="130"):
+            run(checkpoint, prompts, tmp_path / "stopped")
+    assert torch.load(tmp_path / "stopped" / "training" / "state.pt")["step"] == 3
+    assert run(checkpoint, prompts, tmp_path / "stopped")["steps"] == 4
+    whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "stopped"))
+    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
 
 
 def launched(arguments):

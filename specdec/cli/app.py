@@ -35,12 +35,18 @@ program = typer.main.get_group(app)
 
 
 def main() -> None:
-    """The program. Output is flushed when the program ends, so a closed pipe is noticed here."""
+    """The program. Output is flushed when the program ends, so a closed pipe or a full disk is noticed here."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by the shell, as with `>&-`
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # for the life of the program
     try:
         try:
             program()
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left unwritten goes there
+        if isinstance(error, BrokenPipeError):
+            sys.exit(1)
+        print(f"specdec: standard output: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -5,8 +5,8 @@
 
 The first marker counts, as in GSM8K's own scorer and lm-eval's strict-match. Numbers are compared by value: "$1,234.50"
 is 1234.5, "18.00" and "18 dollars" are 18, "25%" is 25. Figures that depend on the machine and the moment are in
-`timing`. All other figures are equal in two reports of one evaluation, whatever the interruptions and the number of
-processes.
+`timing`; with adaptive drafts, which follow measured times, those of drafts do too. All other figures are equal in two
+reports of one evaluation, whatever the interruptions and the number of processes.
 """
 
 import math
@@ -210,11 +210,15 @@ def _comparison_lines(report: Report) -> list[str]:
         f"- equal transcripts: {comparison['equal']} of {total}",
         *(_parting_line(one) for one in comparison["unequal"]),
         *(
-            f"- {score}: " + ", ".join(f"{key} {value:.3g}" for key, value in comparison[score].items())
+            f"- {score}: " + ", ".join(_figure_in_words(*figure) for figure in comparison[score].items())
             for score in SCORES
             if score in comparison
         ),
     ]
+
+
+def _figure_in_words(name: str, value: Any) -> str:
+    return f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
 
 
 def _parting_line(one: Record) -> str:

@@ -89,15 +89,16 @@ def load_data(name: str, data: str) -> tuple[str, list[Problem]]:
     problems = [_problem(name, row, where) for where, row in rows]
     if not problems:
         raise ConfigError(f"data={data!r} holds no prompt of {name}; a line of JSON for each is expected")
-    for number, problem in enumerate(problems, start=1):
+    for (where, _), problem in zip(rows, problems, strict=True):
         if DATA_SETS[name].graded and final_number(problem.answer or "") is None:
-            raise ConfigError(f"{source}: problem {number} has no 'answer' with '#### n'; GSM8K's fields are expected")
+            raise ConfigError(f"{where}: no 'answer' with '#### n'; GSM8K's fields are expected")
     return source, problems
 
 
 def _file_in(name: str, folder: Path) -> Path:
     """Path of the data set's file in a folder."""
-    known = [folder / sub / file for sub in (name.replace("-", "_"), name, "") for file in DATA_SETS[name].files]
+    subs = dict.fromkeys((name.replace("-", "_"), name, ""))
+    known = [folder / sub / file for sub in subs for file in DATA_SETS[name].files]
     found = next((path for path in known if path.is_file()), None)
     if found is None:
         names = ", ".join(str(path.relative_to(folder)) for path in known)

@@ -17,7 +17,7 @@ from accelerate.utils import gather, reduce
 from torch import nn
 
 from specdec.errors import ConfigError
-from specdec.progress import Stage
+from specdec.progress import Stage, interruptions_wait
 from specdec.training.draft_loss import TargetStates, TrainableDrafter, draft_loss
 from specdec.training.packed_rows import Document, PackedRows, pack_rows
 from specdec.training.train_settings import TrainSettings
@@ -185,8 +185,9 @@ def train_steps(
             loss = draft_loss(drafter, batch, known, settings.draft_steps)
             loss.backward()
             average_gradients(optimizer.parameters)
-            optimizer.step(schedule(done))
-            step, value, now = step + 1, loss.item(), time.perf_counter()
+            with interruptions_wait():  # what is saved is a whole number of updates, all of them counted
+                optimizer.step(schedule(done))
+                step, value, now = step + 1, loss.item(), time.perf_counter()
             done = fraction()
             stage.update(done, f"step {step}, loss {value:.4f}, epoch {step * batches.width / batches.count:.2f}")
             if done >= 1 or now - saved > SAVE_EVERY:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from io import TextIOWrapper
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -127,6 +128,8 @@ class Session:
         self.notes = Console(stderr=True, highlight=False, soft_wrap=True, style="dim")
 
     def run(self, greeting: str) -> None:
+        if isinstance(sys.stdin, TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not text is refused, and the next one read
         interrupts = Interrupts()
         if not sys.stdin.isatty():  # Ctrl-C ends the program
             return self._run(interrupts)
@@ -162,7 +165,8 @@ class Session:
     def _lines(self, interrupts: Interrupts) -> Iterator[str]:
         """Lines from the terminal or a pipe, stripped."""
         if not sys.stdin.isatty():
-            yield from map(str.strip, sys.stdin)
+            for number, line in enumerate(sys.stdin):
+                yield (line if number else line.removeprefix("\ufeff")).strip()  # the mark that may begin a file
             return
         while True:
             try:
