@@ -7,6 +7,7 @@ closed it.
 
 import os
 import sys
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from typing import Annotated
 
 import typer
@@ -35,10 +36,16 @@ program = typer.main.get_group(app)
 
 
 def main() -> None:
-    """The program. Output is flushed when the program ends, so a closed pipe or a full disk is noticed here."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed by the shell, as with `>&-`
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # for the life of the program
+    """The program. Streams that the shell closed, as with `>&-`, lead nowhere."""
+    with ExitStack() as streams:
+        for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
+            if stream is None:
+                streams.enter_context(redirect(streams.enter_context(open(os.devnull, "w"))))
+        _run()
+
+
+def _run() -> None:
+    """Output is flushed when the program ends, so a closed pipe or a full disk is noticed here."""
     try:
         try:
             program()
@@ -48,5 +55,5 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left unwritten goes there
         if isinstance(error, BrokenPipeError):
             sys.exit(1)
-        print(f"specdec: standard output: {error}", file=sys.stderr)
+        print(f"specdec: {error}", file=sys.stderr)
         sys.exit(2)

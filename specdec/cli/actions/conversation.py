@@ -117,6 +117,11 @@ class Conversation:
         return self._engine.chat_prompt([*messages, {"role": "user", "content": text}])
 
 
+def _at_terminal() -> bool:
+    """Is standard input a terminal? None: the shell closed it, as with `<&-`."""
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
 class Session:
     """A conversation at a terminal, or with the lines of a pipe."""
 
@@ -131,7 +136,7 @@ class Session:
         if isinstance(sys.stdin, TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not text is refused, and the next one read
         interrupts = Interrupts()
-        if not sys.stdin.isatty():  # Ctrl-C ends the program
+        if not _at_terminal():  # Ctrl-C ends the program
             return self._run(interrupts)
         self.notes.print(Text(greeting))
         before = signal.signal(signal.SIGINT, interrupts.on_signal)
@@ -158,14 +163,14 @@ class Session:
                 except SpecDecError as error:
                     self.notes.print(Text(f"not answered: {error}"))
                 except KeyboardInterrupt:  # before the answer began, or when it had ended
-                    if not sys.stdin.isatty():
+                    if not _at_terminal():
                         raise
                     print()
 
     def _lines(self, interrupts: Interrupts) -> Iterator[str]:
         """Lines from the terminal or a pipe, stripped."""
-        if not sys.stdin.isatty():
-            for number, line in enumerate(sys.stdin):
+        if not _at_terminal():
+            for number, line in enumerate(sys.stdin or ()):
                 yield (line if number else line.removeprefix("\ufeff")).strip()  # the mark that may begin a file
             return
         while True:
@@ -199,7 +204,7 @@ class Session:
                 self._print(colours.read(delta))
         except BaseException as error:
             handle.abort()
-            if not (isinstance(error, KeyboardInterrupt) and sys.stdin.isatty()):
+            if not (isinstance(error, KeyboardInterrupt) and _at_terminal()):
                 raise
             while (rest := handle.read()) is not None:
                 self._print(colours.read(rest))
