@@ -327,10 +327,12 @@ def test_a_run_interrupted_in_an_update_ends_with_the_weights_of_one_that_was_no
         if len(calls) == 3:
             signal.raise_signal(signal.SIGINT)  # one of the two optimisers has made its step
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     with monkeypatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "step", step)
         with pytest.raises(SystemExit, match="130"):
             run(checkpoint, prompts, tmp_path / "stopped")
+    signal.signal(signal.SIGINT, before)
     assert torch.load(tmp_path / "stopped" / "training" / "state.pt")["step"] == 3
     assert run(checkpoint, prompts, tmp_path / "stopped")["steps"] == 4
     whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "stopped"))
