@@ -176,7 +176,18 @@ def padded_channels(head_dim: int, *, fp8: bool = False) -> int:
     return max(32 if fp8 else 16, channels)
 
 
-def fits(block_m: int, block_k: int, num_stages: int, block_d: int, item_size: int, shared: int) -> bool:
-    """Do the queries and the buffered tiles of K and V fit `shared` bytes? A page lookup takes a stage too."""
-    buffers = 2 * block_k * ((num_stages + 1) // 2)  # rows of K and of V
-    return (block_m + buffers) * block_d * item_size + 2048 <= shared
+def fits(
+    block_m: int,
+    block_k: int,
+    num_stages: int,
+    block_d: int,
+    item_size: int,
+    shared: int,
+    *,
+    block_v: int | None = None,
+) -> bool:
+    """Do the queries and the buffered tiles of K and V fit `shared` bytes? A page lookup takes a stage too. block_v:
+    value channels of a program; None: as many as `block_d`."""
+    buffered = block_k * ((num_stages + 1) // 2)  # rows of K, and as many of V
+    numbers = block_m * block_d + buffered * (block_d + (block_d if block_v is None else block_v))
+    return numbers * item_size + 2048 <= shared

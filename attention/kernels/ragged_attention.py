@@ -53,10 +53,14 @@ class RaggedTiles(NamedTuple):
 
 
 TALL = RaggedTiles(128, 32, 8, 3, waves=1.1)
-"""Tiles over more than 256 channels, from TALL_ROWS rows on. A program takes TALL_VALUES of the value channels. With 64
-rows and all value channels, both of its warp groups would compute the same product of queries and keys."""
+"""Tiles for heads of more than 256 channels. With 64 rows and all value channels, both warp groups of a program would
+compute the same product of queries and keys."""
 
-TALL_ROWS, TALL_VALUES = 1024, 256
+TALL_ROWS = 1024
+"""Fewest rows, of all heads of a group, that get TALL tiles."""
+
+TALL_VALUES = 256
+"""Value channels of a program with a TALL tile."""
 
 
 def ragged_attention(
@@ -154,8 +158,10 @@ def choose_ragged(
     fewest: int = max(16, triton.next_power_of_2(group))  # a tile holds at least one token
     if not exact:
         rows = num_tokens * group
-        full = rows >= max(TALL_ROWS, num_runs * TALL.block_m) and group <= TALL.block_m  # most tiles are
-        if full and _fits_tall(block_d, block_v, item_size, shared):
+        fills_tall = rows >= max(TALL_ROWS, num_runs * TALL.block_m) and group <= TALL.block_m
+        cuts_values = block_d > 256 and block_v % TALL_VALUES == 0 and item_size == 2
+        sizes = TALL.block_m, TALL.block_k, TALL.num_stages, block_d, item_size
+        if fills_tall and cuts_values and fits(*sizes, shared, block_v=TALL_VALUES):
             return TALL._replace(value_parts=block_v // TALL_VALUES)
         any_order = fit_tiles(choose_paged_tiles(num_tokens * group, block_d, item_size), block_d, item_size, shared)
         block_m = max(any_order.block_m, fewest)
@@ -176,9 +182,3 @@ def choose_ragged(
     while stages > 1 and not fits(block_m, cut.block_k, stages, block_d, item_size, shared):
         stages -= 1
     return RaggedTiles(block_m, cut.block_k, num_warps, stages, cut.split_len, total_in_memory=in_memory)
-
-
-def _fits_tall(block_d: int, block_v: int, item_size: int, shared: int) -> bool:
-    """May a program have TALL tiles? Its queries and two tiles of K and V must fit `shared` bytes."""
-    numbers = TALL.block_m * block_d + 2 * TALL.block_k * (block_d + TALL_VALUES)
-    return item_size == 2 and block_d > 256 and block_v % TALL_VALUES == 0 and numbers * item_size + 2048 <= shared

@@ -183,8 +183,8 @@ def ragged_kernel(
     GROWS: tl.constexpr,
     VALUE_PARTS: tl.constexpr,  # programs that divide the value channels of a tile among them
 ) -> None:
-    i_part = tl.num_programs(0) - 1 - tl.program_id(0)  # tiles that see most keys first
-    i_tile, first_v = i_part // VALUE_PARTS, i_part % VALUE_PARTS * BLOCK_V
+    i_program = tl.num_programs(0) - 1 - tl.program_id(0)  # tiles that see most keys first
+    i_tile, first_v = i_program // VALUE_PARTS, i_program % VALUE_PARTS * BLOCK_V
     i_h, i_split = tl.program_id(1).to(tl.int64), tl.program_id(2)
 
     # the tile map: run `num_runs` is padding
@@ -277,7 +277,7 @@ def ragged_kernel(
         b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         if p_total is not None:
             # one address and constant offsets, or the addresses would fill the registers
-            p_total += (i_part.to(tl.int64) * KV_HEADS + i_h) * (BLOCK_M * BLOCK_V)
+            p_total += (i_program.to(tl.int64) * KV_HEADS + i_h) * (BLOCK_M * BLOCK_V)
             p_total += o_row[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
         first_split = split_of(lo, SPLIT_LEN, GROWS)
         end_split = tl.where(lo < end, split_of(end - 1, SPLIT_LEN, GROWS) + 1, first_split)

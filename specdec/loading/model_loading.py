@@ -273,7 +273,8 @@ def load_tokenizer(name: str | os.PathLike[str], options: Mapping[str, Any] | No
         require_hub(checkpoint.name, checkpoint.hub_options)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint.path, **checkpoint.hub_options)
-        tokenizer.model_max_length = int(float(tokenizer.model_max_length))  # some files have a string
+        if isinstance(tokenizer.model_max_length, str):  # as some files have it; transformers compares it with numbers
+            tokenizer.model_max_length = int(float(tokenizer.model_max_length))
         if tokenizer.chat_template is None:
             tokenizer.chat_template = _template_of_processor(checkpoint)
     except Exception as error:  # damaged files raise anything
@@ -286,10 +287,9 @@ def load_tokenizer(name: str | os.PathLike[str], options: Mapping[str, Any] | No
 
 
 def _template_of_processor(checkpoint: Checkpoint) -> str | None:
-    """The chat template in chat_template.json, where older multimodal checkpoints have theirs; transformers reads it
-    for a processor only. None: there is none."""
-    quietly = dict.fromkeys(f"_raise_exceptions_for_{what}" for what in ("missing_entries", "connection_errors"))
-    file = cached_file(checkpoint.path, "chat_template.json", **checkpoint.hub_options, **quietly)
+    """The template in chat_template.json, which transformers reads for a processor alone; None: there is none."""
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    file = cached_file(checkpoint.path, "chat_template.json", **checkpoint.hub_options, **quiet)
     return None if file is None else json.loads(Path(file).read_text("utf-8"))["chat_template"]
 
 

@@ -23,15 +23,14 @@ from specdec.draft_models.native_mtp.mtp_drafter import default_steps, layout_of
 from specdec.draft_models.registry import AUTO, MTP, building, drafter_parts, is_drafter_config, require_target
 from specdec.errors import ConfigError, UnsupportedModelError, about, first_line
 from specdec.kvcache.layout import CacheField, KVLayout
-from specdec.kvcache.recurrent_state import FOLD, StateShape
+from specdec.kvcache.recurrent_state import StateShape
 from specdec.loading.drafter_loading import drafts_by_modules, meant_by_auto, require_drafter
 from specdec.loading.model_loading import SHARED_OPTIONS, Checkpoint, pick_device, pick_dtype
 from specdec.models.described_model import ModelOnMeta, model_on_meta
 from specdec.models.quantised.packed_quantizer import stored_tensors, without_quantization
 from specdec.models.weight_storage import stored_weights
 from specdec.runtime.calls.arguments import fitted_spec, require_kv_dtype
-from specdec.runtime.rounds.drafter_lag import MAX_LAG
-from specdec.runtime.sizing import CacheNeeds, DraftNeeds, longest_sequence, lookahead_slots
+from specdec.runtime.sizing import CacheNeeds, DraftNeeds, longest_sequence, lookahead_slots, unread_bound
 
 MODULE_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Names by which configs count their MTP modules."""
@@ -154,9 +153,8 @@ def plan_drafter(
 
 
 def own_needs(layout: KVLayout, target: ModelOnMeta, spec: SpecConfig, reread: int = 0) -> DraftNeeds:
-    """Needs of a drafter with K/V of its own, which may read tokens rounds after their commit; see
-    `DraftNeeds.from_drafter`."""
-    return DraftNeeds(layout, reread=reread, max_lag=MAX_LAG if spec.adaptive else FOLD if target.recurrent else 0)
+    """Needs of a drafter with K/V of its own, which may read tokens rounds after their commit."""
+    return DraftNeeds(layout, reread=reread, max_lag=unread_bound(lags=spec.adaptive, recurrent=target.recurrent))
 
 
 def model_needs(name: str, model: PreTrainedModel, target: ModelOnMeta, spec: SpecConfig) -> DraftNeeds:

@@ -27,9 +27,15 @@ FALLBACK_MODEL_LEN = 4096
 """Maximum length for a model that states no limit."""
 
 
+def unread_bound(*, lags: bool, recurrent: bool) -> int:
+    """Upper bound on the committed tokens behind which a drafter's windows must still reach. lags: it may read tokens
+    rounds after their commit. recurrent: the target has recurrent layers, so a match in the prefix cache ends at a copy
+    of their states, up to FOLD - 1 tokens before the last committed one."""
+    return MAX_LAG if lags else FOLD if recurrent else 0
+
+
 class DraftNeeds(NamedTuple):
-    """KV requirements of a drafter: see `Drafter.kv_layout`, `extra_keys` and `reread`. max_lag: upper bound on the
-    committed tokens that it has not read yet (`rounds/drafter_lag.py`)."""
+    """KV requirements of a drafter: see `Drafter.kv_layout`, `extra_keys` and `reread`. max_lag: `unread_bound`."""
 
     layout: KVLayout | None = None
     extra_keys: int = 0
@@ -38,11 +44,10 @@ class DraftNeeds(NamedTuple):
 
     @classmethod
     def from_drafter(cls, drafter: Drafter | None, spec: SpecConfig, *, recurrent: bool = False) -> "DraftNeeds":
-        """Returns the needs of this drafter. recurrent: the target has recurrent layers, so a match ends at a copy of
-        their states, up to FOLD - 1 tokens before the last committed one; windows must reach back from there."""
+        """Returns the needs of this drafter. recurrent: see `unread_bound`."""
         if drafter is None:
             return cls()
-        max_lag = MAX_LAG if lag_allowed(drafter, spec.adaptive) else FOLD if recurrent else 0
+        max_lag = unread_bound(lags=lag_allowed(drafter, spec.adaptive), recurrent=recurrent)
         return cls(drafter.kv_layout, drafter.extra_keys, drafter.reread, max_lag)
 
     @property

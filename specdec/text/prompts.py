@@ -28,8 +28,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles that may be given to any template; a template raises for roles that it does not support."""
 A_LIST = 'a list of messages {"role": ..., "content": ...} is expected'
 NONE_CONTENT = re.compile(r"""\bcontent["']?\]? +(is +(not +)?|[=!]= *)[nN]one\b""")
-WORD, UNREAD = "qzxw", "xqzj"
-"""What no template has: a content for its trial, and a key that it does not read."""
+TRIAL_TEXT, TRIAL_KEY = "qzxw", "xqzj"
+"""Words that occur in no template: the text of a trial message, and a key of its part that templates ignore."""
 INSTEAD_OF_CONTENT = ("tool", "function", "reasoning", "thinking")
 """Prefixes of keys with which a message needs no content."""
 
@@ -180,10 +180,10 @@ def contents_read(tokenizer: Any, template: str) -> tuple[bool, bool]:
     def writes(content: Any) -> bool:
         with suppress(Exception):  # a template is a program: it can raise anything
             text = _rendered(tokenizer, template, [{"role": "user", "content": content}])
-            return WORD in text and UNREAD not in text
+            return TRIAL_TEXT in text and TRIAL_KEY not in text
         return False
 
-    return writes(WORD), writes([{"type": "text", "text": WORD, UNREAD: UNREAD}])
+    return writes(TRIAL_TEXT), writes([{"type": "text", "text": TRIAL_TEXT, TRIAL_KEY: TRIAL_KEY}])
 
 
 def _as_read(message: dict[str, Any], strings: bool, parts: bool) -> dict[str, Any]:

@@ -269,7 +269,8 @@ class Response(WithFigures):
 
 
 class InputItems(Answer):
-    """Input items, newest first unless "asc" is asked for: all, or `limit` of them, behind the item `after`."""
+    """A page of a response's input items: at most `limit` of those that follow the item `after`, the newest first
+    unless `order` is "asc". Without `limit` and `after` it has all items."""
 
     object: Literal["list"]
     data: list[dict[str, Any]]
