@@ -17,7 +17,7 @@ from kv_rig import make_allocator
 from specdec.attention.kernels.own_keys import PathKeys, own_keys
 from specdec.attention.kernels.page_table import PageTable, PageTables, build_page_tables
 from specdec.attention.kernels.paged_attention import BlockKeys, paged_attention
-from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
+from specdec.attention.kernels.ragged_attention import ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.plan import KVPlan, Pack, PackTables, RunSlots
 from specdec.attention.recurrence.gpu_recurrence import RecurrentKernels
@@ -302,7 +302,6 @@ def prompts(
     cap: float | None,
     first_key: int = 0,
     fp8: bool = False,
-    tiles: RaggedTiles | None = None,
 ) -> None:
     """Attend with the runs of eight requests in one row. With a window the lines begin after position 0."""
     query = numbers(1, num_tokens, 2 * group, head_dim, dtype=dtype).transpose(1, 2)
@@ -313,7 +312,7 @@ def prompts(
     sinks = None if cap is None else numbers(2 * group, dtype=dtype)
     options: dict[str, Any] = {"scaling": 0.1, "exact": exact, "window": window, "softcap": cap, "sinks": sinks}
     options["first_key"] = first_key
-    ragged_attention(query, *pools, pack, lines, tiles=tiles, **options)
+    ragged_attention(query, *pools, pack, lines, **options)
 
 
 # layers
@@ -540,10 +539,10 @@ def usual() -> Iterator[Launch]:
         yield launch(prompts, BF16, 256, 4, 2048, exact=exact, window=512, cap=50.0)
         yield launch(prompts, BF16, 128, 8, 512, exact=exact, window=None, cap=None, first_key=2)
         yield launch(prompts, BF16, 128, 4, 512, exact=exact, window=None, cap=None, fp8=True)
-    for fp8 in (False, True):
-        yield launch(prompts, BF16, 512, 4, 2048, exact=False, window=None, cap=None, fp8=fp8)
-    in_memory = RaggedTiles(64, 32, 8, 2, 256, total_in_memory=True)
-    yield launch(prompts, BF16, 512, 4, 2048, exact=True, window=None, cap=None, tiles=in_memory)
+        for fp8 in (False, True):
+            yield launch(prompts, BF16, 512, 4, 2048, exact=exact, window=None, cap=None, fp8=fp8)
+    yield launch(prompts, BF16, 256, 4, 512, exact=True, window=512, cap=None)  # few rows: in parts of the values
+    yield launch(prompts, BF16, 512, 4, 512, exact=True, window=None, cap=None)
     for shape, *case in LAYERS:
         yield launch(layers, shape, *case)
     for dtype in (BF16, FP32):

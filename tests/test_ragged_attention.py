@@ -134,9 +134,8 @@ def test_the_kernel_against_the_definition(name: str, exact: bool, v_dim: int) -
     options: dict[str, Any] = {"scaling": 0.3, "softcap": softcap, "sinks": logits}
     options |= {"window": window, "first_key": first_key}
     got = ragged_attention(*case.arguments(), **options, exact=exact, tiles=IN_ORDER if exact else ANY_ORDER)
-    for in_memory in (False, True)[: 1 + exact]:
-        other = (IN_ORDER if exact else ANY_ORDER)._replace(value_parts=2, total_in_memory=in_memory)
-        assert torch.equal(ragged_attention(*case.arguments(), **options, exact=exact, tiles=other), got)
+    other = (IN_ORDER if exact else ANY_ORDER)._replace(value_parts=2)
+    assert torch.equal(ragged_attention(*case.arguments(), **options, exact=exact, tiles=other), got)
     want = case.expected(window, softcap, logits, first_key)
     torch.testing.assert_close(got.cpu().double(), want, rtol=2e-5, atol=2e-5)
     del options["window"], options["first_key"]
@@ -163,16 +162,47 @@ def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(exact: 
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
+def tiles_for(
+    num_runs: int, num_tokens: int, channels: int = 512, bytes_: int = 2, *, exact: bool = False, values: int = 0
+) -> RaggedTiles:
+    """Tiles for 8 heads over 2, of 132 multiprocessors."""
+    sizes = num_runs, num_tokens, 4, 2, channels, values or channels, bytes_
+    return choose_ragged(*sizes, torch.device("cpu"), exact=exact)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.attention.kernels.ragged_attention.device_limits", lambda _: (132, 227 << 10))
+
+
+@pytest.mark.usefixtures("hopper")
 def test_long_prompts_over_512_channels_get_tall_tiles() -> None:
     """Programs of 128 rows take half of the value channels each. Short runs would leave such tiles part empty."""
-
-    def tiles(num_runs: int, num_tokens: int, channels: int = 512, bytes_: int = 2, exact: bool = False) -> RaggedTiles:
-        return choose_ragged(num_runs, num_tokens, 4, 2, channels, channels, bytes_, torch.device("cpu"), exact=exact)
-
-    assert tiles(1, 2048) == tiles(64, 2048) == TALL._replace(value_parts=2)
-    for small in (tiles(1, 255), tiles(65, 2048), tiles(1, 2048, exact=True), tiles(1, 2048, bytes_=4)):
+    assert tiles_for(1, 2048) == tiles_for(64, 2048) == TALL._replace(value_parts=2)
+    for small in (tiles_for(1, 255), tiles_for(65, 2048), tiles_for(1, 2048, bytes_=4)):
         assert small.value_parts == 1 and small.block_m <= 64
-    assert tiles(1, 2048, 256) == RaggedTiles(128, 64, 8, 3)
+    assert tiles_for(1, 2048, 256) == RaggedTiles(128, 64, 8, 3)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_tiles_of_prompts_in_order() -> None:
+    """Warps that share their rows would compute one product of queries and keys, so 64 rows have four."""
+
+    def of(*sizes: int, values: int = 0) -> tuple[int, ...]:
+        tiles = tiles_for(*sizes, exact=True, values=values)
+        return *tiles[:4], tiles.split_len, tiles.value_parts
+
+    assert of(1, 64, 128) == (32, 64, 4, 3, 256, 1)  # 256 rows
+    assert of(1, 2048, 128) == of(500, 2048, 128) == (64, 64, 4, 3, 256, 1)
+    assert of(1, 2048, 64) == (64, 64, 4, 2, 256, 1)
+    assert of(1, 2048, 256) == (128, 32, 8, 3, 128, 1)
+    assert of(500, 2048, 256) == (64, 32, 4, 3, 128, 1)  # short runs
+    assert of(1, 512, 256) == (64, 32, 4, 3, 128, 2)  # few programs otherwise
+    assert of(1, 2048, 512) == (128, 32, 8, 3, 256, 2)
+    assert of(1, 512, 512) == (128, 32, 8, 3, 256, 4)
+    assert of(500, 2048, 512) == (32, 32, 4, 3, 256, 1)
+    assert of(1, 2048, 256, values=128) == (128, 32, 8, 3, 128, 1)
+    assert of(1, 2048, 1024, values=512)[0] == 32  # queries of 128 rows do not fit
 
 
 def test_a_short_run_after_a_long_prefix_is_cut_into_splits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,16 +225,12 @@ def test_what_a_window_hides_is_not_visited() -> None:
         assert got.isfinite().all()
 
 
-@deep_cases("None-0-True", "9-0-False", "None-20-False")
-@pytest.mark.parametrize("total_in_memory", [False, True])
+@deep_cases("9-0", "None-20")
 @pytest.mark.parametrize(("window", "first_key"), [(None, 0), (9, 0), (None, 20)])
-def test_a_token_has_the_bits_of_plain_decoding_in_any_company(
-    window: int | None, first_key: int, total_in_memory: bool
-) -> None:
+def test_a_token_has_the_bits_of_plain_decoding_in_any_company(window: int | None, first_key: int) -> None:
     case = Case([37, 0, 62], [9, 5, 1], 3, None, 3)
     options: dict[str, Any] = {"scaling": 0.3, "window": window, "first_key": first_key}
-    in_order = IN_ORDER._replace(total_in_memory=total_in_memory)
-    together = ragged_attention(*case.arguments(), **options, exact=True, tiles=in_order)
+    together = ragged_attention(*case.arguments(), **options, exact=True, tiles=IN_ORDER)
     alone = case.pack._replace(
         rows=case.pack.rows[:1],
         start=case.pack.start[:1] + 4,
@@ -213,7 +239,7 @@ def test_a_token_has_the_bits_of_plain_decoding_in_any_company(
         run_of=torch.zeros(5, dtype=torch.int64, device=DEVICE),
     )
     lines = case.lines._replace(line=case.lines.line[:1])
-    tail = ragged_attention(case.q[:, :, 4:9], case.k, case.v, alone, lines, **options, exact=True, tiles=in_order)
+    tail = ragged_attention(case.q[:, :, 4:9], case.k, case.v, alone, lines, **options, exact=True, tiles=IN_ORDER)
     assert torch.equal(tail, together[:, 4:9])
     for place, run, position in ((3, 0, 40), (8, 0, 45), (12, 1, 3), (14, 2, 62)):
         committed, pages = torch.tensor([position], device=DEVICE), case.lines.slots[run, None, : position + 1]

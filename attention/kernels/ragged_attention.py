@@ -39,8 +39,7 @@ tiles finish sooner."""
 
 class RaggedTiles(NamedTuple):
     """How the work is cut, and the resources of a program. split_len: keys per chain if keys are added in order; 0: any
-    order. total_in_memory: keeps a row's total in memory between two chains, which frees registers for larger tiles; it
-    changes no bit. value_parts: programs that divide the value channels of a tile among them."""
+    order. value_parts: programs that divide the value channels of a tile among them."""
 
     block_m: int
     block_k: int
@@ -48,19 +47,15 @@ class RaggedTiles(NamedTuple):
     num_stages: int
     split_len: int = 0
     waves: float = 1.0
-    total_in_memory: bool = False
     value_parts: int = 1
 
 
 TALL = RaggedTiles(128, 32, 8, 3, waves=1.1)
-"""Tiles for heads of more than 256 channels. With 64 rows and all value channels, both warp groups of a program would
-compute the same product of queries and keys."""
+"""Tiles for heads of more than 128 channels and 2-byte numbers. With 64 rows and 8 warps, both warp groups of a program
+would compute the same product of queries and keys."""
 
 TALL_ROWS = 1024
-"""Fewest rows, of all heads of a group, that get TALL tiles."""
-
-TALL_VALUES = 256
-"""Value channels of a program with a TALL tile."""
+"""Fewest rows, of all heads of a group, that get TALL tiles in any order."""
 
 
 def ragged_attention(
@@ -108,14 +103,11 @@ def ragged_attention(
         num_splits = choose_splits(working * kv_heads * tiles.value_parts, num_keys, tiles.waves, device)
     out = torch.empty((1, num_tokens, num_heads, value_dim), dtype=query.dtype, device=device)
     part, lse = split_results(out, num_splits)
-    total = None
-    if tiles.split_len and tiles.total_in_memory:
-        total = torch.empty((num_tiles, kv_heads, tiles.block_m, block_v), dtype=torch.float32, device=device)
     (numbers_k, scales_k), (numbers_v, scales_v) = map(numbers_and_scales, (pool_k, pool_v))
     ragged_kernel[(num_tiles * tiles.value_parts, kv_heads, num_splits)](
         *(query, numbers_k, numbers_v, scales_k, scales_v),
         *(lines.slots, lines.line, lines.begin, pack.start, pack.cu_len, sinks),
-        *(part, lse, total),
+        *(part, lse),
         *(scaling, softcap, window, first_key or None, num_runs, num_tokens, num_splits, lines.slots.stride(0)),
         *(*query.stride()[1:], *numbers_k.stride(), *numbers_v.stride()),
         **heads._replace(BLOCK_V=block_v // tiles.value_parts)._asdict(),
@@ -152,33 +144,41 @@ def choose_ragged(
     *,
     exact: bool,
 ) -> RaggedTiles:
-    """Choose tiles. In any order: those of decoding. In order: plain decoding's cut of keys, with larger row tiles,
-    which change no bit; the fastest that were timed on an H100 (`python -m bench ordered-attention`)."""
+    """Choose tiles. In any order: those of decoding, or TALL. In order: plain decoding's cut of keys, with larger row
+    tiles, which change no bit; the fastest that were timed on an H200 (`python -m bench ordered-attention`).
+
+    In order a row has two accumulators: of a chain, and of all chains before it. Where registers do not hold both, the
+    compiler moves the second to local memory while a chain is added, which is faster than smaller tiles."""
     multiprocessors, shared = device_limits(device)
+    rows = num_tokens * group
     fewest: int = max(16, triton.next_power_of_2(group))  # a tile holds at least one token
+
+    def tall(values: int) -> RaggedTiles | None:
+        """TALL with programs of `values` value channels, if runs fill its tiles and it fits the device."""
+        size = TALL.block_m, TALL.block_k, TALL.num_stages, block_d, item_size, shared
+        filled = rows >= num_runs * TALL.block_m and group <= TALL.block_m
+        if item_size > 2 or not filled or block_v % values or not fits(*size, block_v=values):
+            return None
+        return TALL._replace(value_parts=block_v // values)
+
     if not exact:
-        rows = num_tokens * group
-        fills_tall = rows >= max(TALL_ROWS, num_runs * TALL.block_m) and group <= TALL.block_m
-        cuts_values = block_d > 256 and block_v % TALL_VALUES == 0 and item_size == 2
-        sizes = TALL.block_m, TALL.block_k, TALL.num_stages, block_d, item_size
-        if fills_tall and cuts_values and fits(*sizes, shared, block_v=TALL_VALUES):
-            return TALL._replace(value_parts=block_v // TALL_VALUES)
-        any_order = fit_tiles(choose_paged_tiles(num_tokens * group, block_d, item_size), block_d, item_size, shared)
-        block_m = max(any_order.block_m, fewest)
-        return RaggedTiles(block_m, *any_order[1:4], 0, any_order.waves)
+        if block_d > 256 and rows >= TALL_ROWS and (tiles := tall(256)):
+            return tiles
+        any_order = fit_tiles(choose_paged_tiles(rows, block_d, item_size), block_d, item_size, shared)
+        return RaggedTiles(max(any_order.block_m, fewest), *any_order[1:4], 0, any_order.waves)
     cut = choose_key_split(block_d, item_size, kv_heads)
-    fills = num_tokens * group * kv_heads >= FILLING_ROWS * multiprocessors
-    block_m, num_warps, stages, in_memory = 32, 4, 3, False
+    fills = rows * kv_heads >= FILLING_ROWS * multiprocessors
+    tiles = RaggedTiles(32, cut.block_k, 4, 3)
     if item_size > 2:
-        block_m, num_warps, stages = 16, 4 if block_d <= 256 else 8, 2
-    elif num_tokens * group > 256:  # two accumulators per row; long rows keep one in memory
-        if block_d <= 128:
-            block_m, num_warps = 64, 8
-        elif block_d <= 256:
-            block_m = 64 if fills else 32
-        else:
-            block_m, in_memory = (32, True) if fills else (16, False)
-    block_m = max(block_m, fewest)
-    while stages > 1 and not fits(block_m, cut.block_k, stages, block_d, item_size, shared):
+        tiles = RaggedTiles(16, cut.block_k, 4 if block_d <= 256 else 8, 2)
+    elif rows > 256 and block_d <= 128:
+        tiles = RaggedTiles(64, cut.block_k, 4, 2 if block_d <= 64 else 3)
+    elif rows > 256 and block_d <= 256:
+        parts = 1 if fills or block_v % 128 else block_v // 128
+        tiles = (tall(block_v) if fills else None) or RaggedTiles(64, cut.block_k, 4, 3, value_parts=parts)
+    elif rows > 256:
+        tiles = tall(256 if fills else 128) or RaggedTiles(32 if fills else 16, cut.block_k, 4, 3)
+    block_m, stages, values = max(tiles.block_m, fewest), tiles.num_stages, block_v // tiles.value_parts
+    while stages > 1 and not fits(block_m, cut.block_k, stages, block_d, item_size, shared, block_v=values):
         stages -= 1
-    return RaggedTiles(block_m, cut.block_k, num_warps, stages, cut.split_len, total_in_memory=in_memory)
+    return tiles._replace(block_m=block_m, num_stages=stages, split_len=cut.split_len)

@@ -40,8 +40,7 @@ def _add_tile(
     begin_of_line: tl.tensor,
     b_q: tl.tuple,
     b_pos: tl.tensor,
-    window: tl.tensor,
-    first_key: tl.tensor,
+    b_oldest: tl.tensor,
     b_max: tl.tensor,
     b_sum: tl.tensor,
     b_acc: tl.tuple,
@@ -70,11 +69,7 @@ def _add_tile(
     b_v, b_v_scale = load_values(p_pool_v, p_scale_v, b_slot, o_v, m_v, s_pv_t, s_pv_d, KV_HEADS, b_q[0].dtype)
     m_seen = None
     if MASKED:
-        m_seen = (o_key[None, :] <= b_pos[:, None]) & (o_key[None, :] >= lo)
-        if window is not None:
-            m_seen = m_seen & (b_pos[:, None] - o_key[None, :] < window)
-        if first_key is not None:
-            m_seen = m_seen & (o_key[None, :] >= tl.minimum(b_pos, first_key)[:, None])
+        m_seen = (o_key[None, :] <= b_pos[:, None]) & (o_key[None, :] >= b_oldest[:, None])
     if IN_ORDER:
         b_max, b_sum, b_acc = absorb_in_order(
             b_q, b_k, b_v, b_k_scale, b_v_scale, m_seen, b_max, b_sum, b_acc, scaling, softcap
@@ -99,8 +94,7 @@ def _walk(
     begin_of_line: tl.tensor,
     b_q: tl.tuple,
     b_pos: tl.tensor,
-    window: tl.tensor,
-    first_key: tl.tensor,
+    b_oldest: tl.tensor,
     b_max: tl.tensor,
     b_sum: tl.tensor,
     b_acc: tl.tuple,
@@ -122,15 +116,15 @@ def _walk(
     # fmt: off
     for i_key in range(begin, tl.minimum(stop, free_end), BLOCK_K):
         b_max, b_sum, b_acc = _add_tile(
-            p_pool_k, p_pool_v, p_scale_k, p_scale_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, window,
-            first_key, b_max, b_sum, b_acc, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d,
-            KV_HEADS, BLOCK_K, False, IN_ORDER,
+            p_pool_k, p_pool_v, p_scale_k, p_scale_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, b_oldest,
+            b_max, b_sum, b_acc, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d, KV_HEADS,
+            BLOCK_K, False, IN_ORDER,
         )
     for i_key in range(tl.maximum(begin, free_end), stop, BLOCK_K):
         b_max, b_sum, b_acc = _add_tile(
-            p_pool_k, p_pool_v, p_scale_k, p_scale_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, window,
-            first_key, b_max, b_sum, b_acc, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d,
-            KV_HEADS, BLOCK_K, True, IN_ORDER,
+            p_pool_k, p_pool_v, p_scale_k, p_scale_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, b_oldest,
+            b_max, b_sum, b_acc, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d, KV_HEADS,
+            BLOCK_K, True, IN_ORDER,
         )
     # fmt: on
     return b_max, b_sum, b_acc
@@ -151,7 +145,6 @@ def ragged_kernel(
     p_sinks: tl.tensor,  # [Hq] or None
     p_out: tl.tensor,  # [splits, T, Hq, DV]
     p_lse: tl.tensor,  # [splits, T, Hq] or None when there is one split
-    p_total: tl.tensor,  # [tiles * VALUE_PARTS, Hkv, BLOCK_M, BLOCK_V], or None: totals stay in registers
     scaling: tl.tensor,
     softcap: tl.tensor,  # or None
     window: tl.tensor,  # or None
@@ -217,9 +210,13 @@ def ragged_kernel(
     o_head = i_h * GROUP + o_row % GROUP
     m_row = o_token < count
     b_pos = first_pos + o_token
+    b_oldest = tl.zeros([BLOCK_M], tl.int32) + begin_of_line  # each row's oldest key
     lo = begin_of_line
     if window is not None:
         lo = tl.maximum(lo, first_pos - window + 1)
+        b_oldest = tl.maximum(b_oldest, b_pos - window + 1)
+    if first_key is not None:
+        b_oldest = tl.maximum(b_oldest, tl.minimum(b_pos, first_key))
     end = tl.where(is_real, first_pos + count, 0)
 
     o_d = tl.arange(0, BLOCK_D)
@@ -239,10 +236,12 @@ def ragged_kernel(
         o_k, m_k = pairs_of(HEAD_DIM, BLOCK_D)
         o_x = first_v // 2 + tl.arange(0, BLOCK_V // 2)
         m_x = tl.full([BLOCK_V // 2], True, tl.int1) if VALUE_DIM == BLOCK_V * VALUE_PARTS else o_x < VALUE_DIM // 2
-    # without a window and a first key, every row sees every key before the tile's first token
-    free_end = 0
-    if GROWS and first_key is None:  # no window
+    # without a first key, every row sees every key from free_begin to before free_end
+    free_begin, free_end = begin_of_line, 0
+    if first_key is None:
         free_end = tl.where(is_real, (first_pos + 1) // BLOCK_K * BLOCK_K, 0)
+    if window is not None:
+        free_begin = tl.maximum(free_begin, first_pos + count - window)
     o_out = o_place * (KV_HEADS * GROUP) + o_head
     m_out = m_row[:, None] & m_v[None, :]
 
@@ -251,6 +250,7 @@ def ragged_kernel(
         chunk = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), num_splits), BLOCK_K) * BLOCK_K
         begin += i_split * chunk
         stop = tl.minimum(begin + chunk, end)
+        free_stop = free_end if GROWS else 0
         b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         if p_sinks is not None:
             b_sink = tl.load(p_sinks + o_head, mask=m_row, other=float("-inf")).to(tl.float32) * LOG2E
@@ -259,8 +259,8 @@ def ragged_kernel(
         b_acc = zero_parts(BLOCK_M, BLOCK_V, p_scale_k is not None)
         # fmt: off
         b_max, b_sum, b_acc = _walk(
-            p_pool_k, p_pool_v, p_scale_k, p_scale_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q,
-            b_pos, window, first_key, b_max, b_sum, b_acc, scaling, softcap, o_k, m_k, o_x, m_x, s_pk_t, s_pk_d,
+            p_pool_k, p_pool_v, p_scale_k, p_scale_v, p_slots, begin, stop, free_stop, lo, end, begin_of_line, b_q,
+            b_pos, b_oldest, b_max, b_sum, b_acc, scaling, softcap, o_k, m_k, o_x, m_x, s_pk_t, s_pk_d,
             s_pv_t, s_pv_d, KV_HEADS, BLOCK_K, False,
         )
         # fmt: on
@@ -275,38 +275,26 @@ def ragged_kernel(
         b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         b_sum = tl.zeros([BLOCK_M], tl.float32)
         b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-        if p_total is not None:
-            # one address and constant offsets, or the addresses would fill the registers
-            p_total += (i_program.to(tl.int64) * KV_HEADS + i_h) * (BLOCK_M * BLOCK_V)
-            p_total += o_row[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
         first_split = split_of(lo, SPLIT_LEN, GROWS)
         end_split = tl.where(lo < end, split_of(end - 1, SPLIT_LEN, GROWS) + 1, first_split)
         for i_part in range(first_split, end_split):
             begin = tl.maximum(split_begin(i_part, SPLIT_LEN, GROWS), lo // BLOCK_K * BLOCK_K)
             stop = tl.minimum(split_begin(i_part + 1, SPLIT_LEN, GROWS), end)
+            free_stop = tl.where(begin >= free_begin, free_end, 0)
             b_part_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
             b_part_sum = tl.zeros([BLOCK_M, 16], tl.float32)
             b_part = zero_parts(BLOCK_M, BLOCK_V, p_scale_k is not None)
             # fmt: off
             b_part_max, b_part_sum, b_part = _walk(
-                p_pool_k, p_pool_v, p_scale_k, p_scale_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q,
-                b_pos, window, first_key, b_part_max, b_part_sum, b_part, scaling, softcap, o_k, m_k, o_x, m_x, s_pk_t,
+                p_pool_k, p_pool_v, p_scale_k, p_scale_v, p_slots, begin, stop, free_stop, lo, end, begin_of_line, b_q,
+                b_pos, b_oldest, b_part_max, b_part_sum, b_part, scaling, softcap, o_k, m_k, o_x, m_x, s_pk_t,
                 s_pk_d, s_pv_t, s_pv_d, KV_HEADS, BLOCK_K, True,
             )
             # fmt: on
             b_part = join_parts(b_part)
-            m_total = b_max > float("-inf")
             b_max, b_decay, b_weight = fold_weights(b_max, b_part_max)
             b_sum = tl.fma(tl.max(b_part_sum, 1), b_weight, b_sum * b_decay)
-            if p_total is None:
-                b_acc = tl.fma(b_part, tl.zeros_like(b_part) + b_weight[:, None], b_acc * b_decay[:, None])
-            else:
-                b_total = tl.load(p_total, mask=m_total[:, None], other=0.0)  # 0 if it was never written
-                b_total = tl.fma(b_part, tl.zeros_like(b_part) + b_weight[:, None], b_total * b_decay[:, None])
-                tl.store(p_total, b_total)
-                tl.debug_barrier()  # another thread may read it
-        if p_total is not None:
-            b_acc = tl.load(p_total, mask=(b_max > float("-inf"))[:, None], other=0.0)
+            b_acc = tl.fma(b_part, tl.zeros_like(b_part) + b_weight[:, None], b_acc * b_decay[:, None])
         if p_sinks is not None:
             b_sink = tl.load(p_sinks + o_head, mask=m_row, other=0.0).to(tl.float32) * LOG2E
             b_max, b_total_decay, b_weight = fold_weights(b_max, b_sink)

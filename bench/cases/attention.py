@@ -197,11 +197,11 @@ def tilings(kernel: str, shape: Shape) -> list[Any]:
         channels = padded_channels(shape["head_dim"])
         sizes = shape["batch"], shape["num_rows"], group, shape["heads"][1], channels, channels, DTYPE.itemsize
         usual = choose_ragged(*sizes, DEVICE, exact=shape["exact"])
-        keys, totals = ((usual.block_k,), (False, True)) if shape["exact"] else ((16, 32, 64), (False,))
-        every = itertools.product((16, 32, 64, 128), keys, (4, 8), (2, 3), totals)
+        keys = (usual.block_k,) if shape["exact"] else (16, 32, 64)
+        every = itertools.product((16, 32, 64, 128), keys, (4, 8), (2, 3), (1, 2))
         return [
-            usual._replace(block_m=m, block_k=k, num_warps=w, num_stages=stages, total_in_memory=total)
-            for m, k, w, stages, total in every
+            usual._replace(block_m=m, block_k=k, num_warps=w, num_stages=stages, value_parts=parts)
+            for m, k, w, stages, parts in every
         ]
     packed = (shape.get("level") or shape["num_rows"]) * group
     rows = sorted({min(m, max(16, triton.next_power_of_2(packed))) for m in (16, 32, 64, 128)})
