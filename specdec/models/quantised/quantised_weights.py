@@ -33,7 +33,7 @@ from transformers.core_model_loading import (
 )
 
 from specdec.errors import UnsupportedModelError
-from specdec.layers.description.moe_families import MIXTURES, experts_of, mixture_of
+from specdec.layers.description.moe_families import EXPERTS, experts_of, mixture_of
 from specdec.layers.moe.experts import Experts
 from specdec.models.quantised.formats import NOT_AS_PROMISED, WeightFormat, dtype_name
 from specdec.models.quantised.quantization_config import Quantization
@@ -197,7 +197,7 @@ class QuantisedWeights:
         if format.joint == "_" and stem in self._stored:
             raise UnsupportedModelError(f"{stem} is stored twice, as it is and in {format.title}; {NOT_AS_PROMISED}")
         if place.shape is None or (place.num_stacked is not None and format.joint != "_"):
-            kind, known = type(self._modules[place.path]).__name__, ", ".join(sorted(MIXTURES))
+            kind, known = type(self._modules[place.path]).__name__, ", ".join(sorted(EXPERTS))
             raise UnsupportedModelError(
                 f"{stem} is quantised, and it is the {place.last} of a {kind}; quantised weights are read of "
                 f"nn.Linear and of experts that are stored one by one, of {known}; leave it out when quantising"
