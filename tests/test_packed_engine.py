@@ -186,6 +186,19 @@ def test_experts_that_are_read_for_families_without_fused_layers_are_those_of_qw
     assert experts_of(experts) is not None and torch.equal(experts(*rows), known(*rows))
 
 
+def test_experts_that_are_quantised_in_one_tensor_are_refused_as_such(tmp_path):
+    """The message said that the checkpoint is damaged."""
+    model = build_target("qwen3_moe", num_hidden_layers=1)
+    model.save_pretrained(tmp_path)
+    tensors = model.state_dict()
+    for key in [key for key in tensors if ".experts." in key]:
+        tensors |= {key: tensors[key].to(torch.float8_e4m3fn), f"{key}_scale_inv": torch.ones(4, 1, 1)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    set_config(tmp_path, quantization_config=FORMS["fp8-block"].config)
+    with pytest.raises(UnsupportedModelError, match="_proj_scale_inv scales all experts of a layer; quantised experts"):
+        Checkpoint.from_name(str(tmp_path)).load(torch.float32, CPU)
+
+
 # engines
 
 

@@ -132,6 +132,11 @@ class QuantisedWeights:
                 self._add(stem, place, {name: key for name, key in keys.items() if not IGNORABLE.fullmatch(name)})
             elif stem in used or self._has_module(stem):
                 for key in filter(self._is_left_over, keys.values()):
+                    if self._name_of(re.sub(r"_scale\w*$", "", key)) in self._known:
+                        raise UnsupportedModelError(
+                            f"{key} scales all experts of a layer; quantised experts are read if they are stored one "
+                            "by one, or in MXFP4; give such a checkpoint, or the plain one"
+                        )
                     raise UnsupportedModelError(
                         f"{key} is not read as {dtype_name(self._stored[key].dtype)}, and the module that it lies in "
                         f"is; {NOT_AS_PROMISED}"
