@@ -49,10 +49,14 @@ MIXTURES = {
 }
 """Folder of a family in transformers (with one router class and one experts class) -> its mixture."""
 
-UNFUSED = ("afmoe", "axk1", "cohere2_moe", "deepseek_v2", "dots1", "flex_olmo", "glm4v_moe", "hunyuan_v1_moe", "laguna")
-UNFUSED += ("minimax_m2", "olmoe", "phimoe", "solar_open")
+UNFUSED = (
+    *("afmoe", "axk1", "cohere2_moe", "deepseek_v2", "dots1", "flex_olmo", "glm4v_moe", "hunyuan_v1_moe", "laguna"),
+    *("minimax_m2", "olmoe", "phimoe", "solar_open"),
+)
+"""Folders of families whose experts are those of Qwen3-MoE, and whose layers have no fused form."""
+
 EXPERTS = MIXTURES | dict.fromkeys(UNFUSED, MoeTraits())
-"""Folders whose experts are known, those of families that run unfused too."""
+"""Folder of each family whose experts are known."""
 
 ACTIVATIONS: dict[type[nn.Module], str] = {GELUTanh: "gelu_tanh", nn.SiLU: "silu", SiLUActivation: "silu"}
 """The kernels' names for activations of transformers."""
