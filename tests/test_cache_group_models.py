@@ -5,6 +5,8 @@ import itertools
 import pytest
 import torch
 from kv_rig import layer_spec, make_pools
+from refusals import one_sentence
+from transformers import PhimoeConfig, PhimoeForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
 from specdec import EngineConfig, SamplingParams, SpecConfig
@@ -134,3 +136,16 @@ def test_groups_of_a_model_are_its_windows(make_target) -> None:
     assert table.retain[1:].tolist() == [2, 7]
     fields = TargetModel(make_target("deepseek_v3")).layout.layers[0].fields
     assert fields == attention_fields(4, 12, 8)
+
+
+def test_a_window_that_attention_is_not_told_matters_only_if_sequences_exceed_it(make_engine, greedy_oracle) -> None:
+    """PhiMoE masks by its window and does not pass it on; that of Phi-3.5-MoE is all its positions. It was refused."""
+    fields = {"num_local_experts": 2, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32, "vocab_size": 64}
+    config = PhimoeConfig(**fields, **heads, sliding_window=32, bos_token_id=None, eos_token_id=None)
+    model = PhimoeForCausalLM(config).eval()
+    [out] = make_engine(model, None, max_model_len=32).generate([7, 8, 9] * 7, SamplingParams(max_new_tokens=11))
+    assert out.token_ids == greedy_oracle(model, [7, 8, 9] * 7, 11)
+    model.config.sliding_window = 31
+    with one_sentence(UnsupportedModelError, "layer 0 uses sliding_window=None, but the config says 31"):
+        TargetModel(model)

@@ -6,6 +6,7 @@ that transformers has; here are the documented ones, and what was once served wr
 
 import copy
 import functools
+import re
 from functools import partial
 
 import pytest
@@ -231,18 +232,27 @@ def test_a_model_whose_rows_depend_on_each_other_is_refused(change, where, dtype
         TargetModel(model)
 
 
-def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused():
+LOGIT_CHANGES = {
+    "by [0-9.]+%": torch.abs,
+    "in masked or overflowing numbers": lambda x: x.index_fill(-1, torch.arange(9), torch.finfo(x.dtype).min),
+}
+
+
+@pytest.mark.parametrize("says", LOGIT_CHANGES)
+def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused(says):
+    """Chameleon masks those of image tokens; the message said that they differ by nan%."""
     model = build("llama")
     forward = model.forward
 
     def odd(*args, **kwargs):
         out = forward(*args, **kwargs)
-        out.logits = out.logits.abs()
+        out.logits = LOGIT_CHANGES[says](out.logits)
         return out
 
     model.forward = odd
-    with one_sentence(UnsupportedModelError, "differ from those of its own forward"):
+    with one_sentence(UnsupportedModelError, "differ from those of its own forward") as refused:
         TargetModel(model)
+    assert re.search(f"own forward {says}, so something", str(refused.value))
 
 
 @pytest.mark.parametrize("error_type", [IndexError, ValueError, AssertionError, NotImplementedError])

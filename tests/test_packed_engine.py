@@ -6,6 +6,7 @@ Checkpoints are tiny and written bit by bit (`packed_checkpoints.py`), one for e
 import json
 import logging
 import re
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,13 +14,15 @@ import pytest
 import torch
 from packed_checkpoints import FORMS, quantise, set_config
 from safetensors.torch import load_file, save_file
-from transformers import Mxfp4Config, PreTrainedModel
+from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM, Mxfp4Config, PreTrainedModel
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from typer.testing import CliRunner
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.app import app
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.operations import REFERENCE
+from specdec.layers.description.moe_families import UNFUSED, experts_of
 from specdec.layers.packed.packed_modules import PackedLinear
 from specdec.layers.packed.packed_weight import dequantised
 from specdec.loading.model_loading import Checkpoint
@@ -168,6 +171,34 @@ def test_experts_of_some_layers_may_be_left_as_they_are(form, packed_pair):
         assert torch.equal(mine.mlp.experts.gate_up_proj, theirs.mlp.experts.gate_up_proj)
 
 
+@pytest.mark.parametrize("folder", UNFUSED)
+def test_experts_that_are_read_for_families_without_fused_layers_are_those_of_qwen3(folder):
+    """They have its parameters, and compute what it computes."""
+    sizes = {"hidden_size": 8, "intermediate_size": 6, "moe_intermediate_size": 6, "hidden_act": "silu"}
+    config = SimpleNamespace(num_experts=3, num_local_experts=3, _experts_implementation="eager", **sizes)
+    found = vars(import_module(f"transformers.models.{folder}.modeling_{folder}"))
+    [kind] = [each for name, each in found.items() if name.endswith("Experts") and each.__module__ == found["__name__"]]
+    experts, known = kind(config), Qwen3MoeExperts(config)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    known.load_state_dict(experts.state_dict())
+    rows = torch.randn(5, 8), torch.tensor([[0, 2], [2, 1], [1, 0], [2, 0], [0, 1]]), torch.rand(5, 2)
+    assert experts_of(experts) is not None and torch.equal(experts(*rows), known(*rows))
+
+
+def test_experts_that_are_quantised_in_one_tensor_are_refused_as_such(tmp_path):
+    """The message said that the checkpoint is damaged."""
+    model = build_target("qwen3_moe", num_hidden_layers=1)
+    model.save_pretrained(tmp_path)
+    tensors = model.state_dict()
+    for key in [key for key in tensors if ".experts." in key]:
+        tensors |= {key: tensors[key].to(torch.float8_e4m3fn), f"{key}_scale_inv": torch.ones(4, 1, 1)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    set_config(tmp_path, quantization_config=FORMS["fp8-block"].config)
+    with pytest.raises(UnsupportedModelError, match="_proj_scale_inv scales all experts of a layer; quantised experts"):
+        Checkpoint.from_name(str(tmp_path)).load(torch.float32, CPU)
+
+
 # engines
 
 
@@ -219,6 +250,20 @@ def test_a_folder_is_served_with_deterministic_rows(family, form, packed_pair, g
     for one, other, prompt in zip(alone, together, prompts, strict=True):
         assert one.token_ids == other.token_ids == greedy_oracle(plain, prompt, 8)
         assert one.logprobs == other.logprobs
+
+
+def test_minimax_m2_is_served_as_it_is_published(greedy_oracle, random_prompt, tmp_path):
+    """In FP8, with experts one by one, which were refused."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rotary_dim": 4, "vocab_size": VOCAB}
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_local_experts": 3}
+    config = MiniMaxM2Config(**heads, **sizes, num_experts_per_tok=2, bos_token_id=None, eos_token_id=None)
+    spread(MiniMaxM2ForCausalLM(config)).save_pretrained(tmp_path / "source")
+    folder, plain = quantise(tmp_path / "source", FORMS["fp8-block"], tmp_path)
+    oracle, prompt = Checkpoint.from_name(str(plain)).load(torch.float32, CPU), random_prompt(9)
+    with Engine.from_pretrained(str(folder), "ngram", config=EngineConfig(max_model_len=32)) as engine:
+        kinds = {type(layer.mlp.experts).__name__ for layer in engine.target.decoder.layers}
+        assert kinds == {"PackedExperts"}
+        assert engine.generate(prompt, GREEDY)[0].token_ids == greedy_oracle(oracle, prompt, NEW)
 
 
 @pytest.mark.parametrize(

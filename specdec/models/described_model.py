@@ -29,6 +29,7 @@ from specdec.gpu.operations import Operations
 from specdec.kvcache.layer_context import AttentionCall, Recurrence
 from specdec.kvcache.layout import (
     FULL_ATTENTION,
+    KEEP_ALL,
     SLIDING_ATTENTION,
     CacheField,
     KVLayout,
@@ -89,9 +90,9 @@ class GeometryContext:
         self.states[layer] = self.states[layer]._replace(heads=heads, k_dim=k_dim, v_dim=v_dim)
         return rows.v.float()
 
-    def measured(self, layout: KVLayout) -> KVLayout:
+    def measured(self, layout: KVLayout, max_len: int | None) -> KVLayout:
         """`layout` with the heads, sizes, windows and states of the recorded calls. A layer gets its owner's; a layer
-        without a call is unchanged."""
+        without a call is unchanged. A window that the calls lack is none if no sequence (`max_len`) exceeds it."""
 
         def of_layer(spec: LayerSpec) -> LayerSpec:
             if spec.owner not in self.fields:
@@ -99,6 +100,8 @@ class GeometryContext:
             window, retention = self.windows.get(spec.owner), spec.retention
             if spec.window is not None and window is not None:
                 retention = Retention(window)
+            elif spec.window is not None and max_len is not None and spec.window >= max_len:
+                retention = KEEP_ALL
             return replace(spec, fields=self.fields[spec.owner], retention=retention, state=self.states.get(spec.layer))
 
         return layout.map(of_layer)
@@ -224,7 +227,7 @@ class ModelOnMeta(DescribedModel):
         try:
             with torch.inference_mode():
                 self.decoder(input_ids=tokens, position_ids=places, use_cache=False, specdec_ctx=calls)
-            self.layout = calls.measured(self.layout)
+            self.layout = calls.measured(self.layout, self.context_length.max_len)
         except Exception as error:  # on `meta`, a forward that reads a number may raise any error
             self.unmeasured = first_line(error)
 

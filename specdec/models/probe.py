@@ -220,9 +220,11 @@ def prove(
     errors = [tolerance.difference(_centred(rule(raw)), own_logits) for rule in rules]
     best = errors.index(min(errors))
     if not tolerance.is_within(errors[best], EXACT_BOUND if tolerance.exact else COARSE_LOGITS_BOUND):
+        finite = math.isfinite(errors[best])
+        by = f"by {errors[best]:.1%}" if finite else "in masked or overflowing numbers"
         raise UnsupportedModelError(
             f"{name}: its logits through the attention interface of transformers differ from those of its own forward "
-            f"by {errors[best]:.1%}, so something in it is not plain causal attention, and it cannot be served exactly"
+            f"{by}, so something in it is not plain causal attention, and it cannot be served exactly"
         )
     proof = ProbeResult(name, texts, rules[best], alone, states, tolerance)
     what = proof.difference(run)

@@ -358,7 +358,7 @@ class TargetModel(DescribedModel):
             with torch.autocast(self.home.type, enabled=False), refusing(self.name, unpaged):
                 geometry = GeometryContext()
                 self.run(texts[:1], torch.arange(texts.shape[1], device=self.home)[None], geometry)
-                self.layout = geometry.measured(self.layout)
+                self.layout = geometry.measured(self.layout, self.context_length.max_len)
                 return prove(
                     self.name,
                     self.layout,

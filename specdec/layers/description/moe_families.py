@@ -49,6 +49,15 @@ MIXTURES = {
 }
 """Folder of a family in transformers (with one router class and one experts class) -> its mixture."""
 
+UNFUSED = (
+    *("afmoe", "axk1", "cohere2_moe", "deepseek_v2", "dots1", "flex_olmo", "glm4v_moe", "hunyuan_v1_moe", "laguna"),
+    *("minimax_m2", "olmoe", "phimoe", "solar_open"),
+)
+"""Folders of families whose experts are those of Qwen3-MoE, and whose layers have no fused form."""
+
+EXPERTS = MIXTURES | dict.fromkeys(UNFUSED, MoeTraits())
+"""Folder of each family whose experts are known."""
+
 ACTIVATIONS: dict[type[nn.Module], str] = {GELUTanh: "gelu_tanh", nn.SiLU: "silu", SiLUActivation: "silu"}
 """The kernels' names for activations of transformers."""
 
@@ -60,7 +69,8 @@ def mixture_of(module: nn.Module, ending: str) -> MoeTraits | None:
     """The mixture of a router (ending "Router") or of experts ("Experts") of transformers; None: its family is not
     known."""
     folder, _, kind = family_name(module).partition(".")
-    return MIXTURES.get(folder) if kind.endswith(ending) else None
+    known = MIXTURES if ending == "Router" else EXPERTS
+    return known.get(folder) if kind.endswith(ending) else None
 
 
 def router_of(module: nn.Module, block: nn.Module | None = None) -> Router | None:

@@ -33,7 +33,7 @@ from transformers.core_model_loading import (
 )
 
 from specdec.errors import UnsupportedModelError
-from specdec.layers.description.moe_families import MIXTURES, experts_of, mixture_of
+from specdec.layers.description.moe_families import EXPERTS, experts_of, mixture_of
 from specdec.layers.moe.experts import Experts
 from specdec.models.quantised.formats import NOT_AS_PROMISED, WeightFormat, dtype_name
 from specdec.models.quantised.quantization_config import Quantization
@@ -132,6 +132,11 @@ class QuantisedWeights:
                 self._add(stem, place, {name: key for name, key in keys.items() if not IGNORABLE.fullmatch(name)})
             elif stem in used or self._has_module(stem):
                 for key in filter(self._is_left_over, keys.values()):
+                    if self._name_of(re.sub(r"_scale\w*$", "", key)) in self._known:
+                        raise UnsupportedModelError(
+                            f"{key} scales all experts of a layer; quantised experts are read if they are stored one "
+                            "by one, or in MXFP4; give such a checkpoint, or the plain one"
+                        )
                     raise UnsupportedModelError(
                         f"{key} is not read as {dtype_name(self._stored[key].dtype)}, and the module that it lies in "
                         f"is; {NOT_AS_PROMISED}"
@@ -197,7 +202,7 @@ class QuantisedWeights:
         if format.joint == "_" and stem in self._stored:
             raise UnsupportedModelError(f"{stem} is stored twice, as it is and in {format.title}; {NOT_AS_PROMISED}")
         if place.shape is None or (place.num_stacked is not None and format.joint != "_"):
-            kind, known = type(self._modules[place.path]).__name__, ", ".join(sorted(MIXTURES))
+            kind, known = type(self._modules[place.path]).__name__, ", ".join(sorted(EXPERTS))
             raise UnsupportedModelError(
                 f"{stem} is quantised, and it is the {place.last} of a {kind}; quantised weights are read of "
                 f"nn.Linear and of experts that are stored one by one, of {known}; leave it out when quantising"
