@@ -223,8 +223,7 @@ class SamplingFields(RequestFields):
     guided_regex: str | None = None
     guided_choice: Strings | None = None
     speculation: bool | Speculation | None = None
-    # whatever it says, nothing changes
-    request_id: str | None = None
+    request_id: str | None = None  # whatever it says, nothing changes
     # vLLM's fields with one accepted value; other values would need features that this server lacks
     use_beam_search: OnlyFalse | None = None
     length_penalty: Annotated[float, AfterValidator(_one)] | None = None
@@ -258,7 +257,7 @@ class ToolCall(Body):
 class Message(Body):
     """A message of a chat. content: a string or text parts; other content is refused with the message's number."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "tool_responses"]
     content: str | ContentParts | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
@@ -270,6 +269,7 @@ class Message(Body):
     audio: None = None
     function_call: None = None
     annotations: Nothing = None
+    provider_specific_fields: dict[str, Any] | None = None  # litellm's copy of them; it changes nothing
 
 
 class OfFunction(Body):
