@@ -130,6 +130,7 @@ def test_with_tool_choice_none_a_call_is_text(url):
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+PARSED = CALL["function"] | {"parsed_arguments": {"a": 1}}
 TURNS = [
     *CHAT["messages"],
     {"role": "assistant", "content": "I look.", "tool_calls": [CALL]},
@@ -139,12 +140,16 @@ TURNS = [
 
 @pytest.mark.parametrize(
     ("at", "fields"),
-    [(1, {"provider_specific_fields": {"refusal": None}}), (2, {"role": "tool_responses"})],
-    ids=["litellm", "google-adk"],
+    [
+        (1, {"parsed": [{"a": 1}], "tool_calls": [CALL | {"index": 0, "function": PARSED}]}),
+        (1, {"provider_specific_fields": {"refusal": None}, "annotations": [], "type": "text"}),
+        (2, {"role": "tool_responses"}),
+    ],
+    ids=["openai", "litellm", "google-adk"],
 )
 def test_a_client_that_says_more_of_its_turns_has_the_same_prompt(at, fields, url):
-    """litellm returns its own copy of an answer's fields; google-adk has another role for results if a model is called
-    gemma-4 and reached as hosted_vllm/NAME."""
+    """OpenAI's client adds what `parse` and `stream` parsed, litellm its copy of fields; google-adk has another
+    role for results if a model is called gemma-4 and reached as hosted_vllm/NAME."""
 
     def tokens(messages):
         return httpx.post(f"{url}/tokenize", json={"messages": messages}, timeout=60).json().get("tokens")

@@ -74,7 +74,7 @@ def _options(body: ChatRequest, text: str) -> dict[str, Any]:
 def _plain(place: str, message: Message, template: str) -> dict[str, Any]:
     """Convert a message for the template: text parts are joined by line ends, call arguments become objects, absent
     fields are left out. Raises ApiError for parts that are no text, with their place."""
-    plain = message.model_dump(exclude_none=True, exclude={"annotations", "type", "provider_specific_fields"})
+    plain = message.model_dump(exclude_none=True)
     plain["role"] = ROLES.get(message.role, message.role)
     if isinstance(message.content, list):
         plain["content"] = "\n".join(_part_text(f"{place}.content", part) for part in message.content)
@@ -83,7 +83,6 @@ def _plain(place: str, message: Message, template: str) -> dict[str, Any]:
             raise refused(f"{place}.content", f"{place}.content is missing; text is expected")
         plain["content"] = None if asks_for_none(template) else ""  # other templates join it with text
     for number, call in enumerate(plain.get("tool_calls", ())):
-        call.pop("index", None)
         param = f"{place}.tool_calls[{number}].function.arguments"
         call["function"]["arguments"] = arguments_of(call["function"]["arguments"], param)
     if thought := plain.pop("reasoning_content", None):

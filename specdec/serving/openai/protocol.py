@@ -32,7 +32,8 @@ PromptList = Annotated[list[Prompt], PlainValidator(as_prompt_list)]
 """A string, token ids, or a list of these."""
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
-"""A field of answers that clients may send back."""
+Unread = Annotated[Any, Field(exclude=True)]
+"""Fields that clients may send back with an answer: an empty list, and anything, which no template sees."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 MAX_MESSAGES = 16384
@@ -245,13 +246,14 @@ class SamplingFields(RequestFields):
 class CalledFunction(Body):
     name: str
     arguments: str
+    parsed_arguments: Unread = None  # of OpenAI's client
 
 
 class ToolCall(Body):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None
+    index: Annotated[int | None, Field(exclude=True)] = None
 
 
 class Message(Body):
@@ -263,13 +265,13 @@ class Message(Body):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    type: Literal["text"] | None = None  # some clients send the content's type too
-    # empty fields in answers that a client sends back
-    refusal: None = None
+    type: Annotated[Literal["text"] | None, Field(exclude=True)] = None  # some clients send the content's type too
+    refusal: None = None  # this and the next three are empty in answers that a client sends back
     audio: None = None
     function_call: None = None
-    annotations: Nothing = None
-    provider_specific_fields: dict[str, Any] | None = None  # litellm's copy of them; it changes nothing
+    annotations: Annotated[Nothing, Field(exclude=True)] = None
+    parsed: Unread = None  # OpenAI's client adds it
+    provider_specific_fields: Unread = None  # litellm's copy of fields it does not know
 
 
 class OfFunction(Body):
@@ -385,10 +387,8 @@ class ResponsesRequest(RequestFields):
     include: Strings | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # whatever it says, nothing changes
-    max_tool_calls: int | None = None
-    # other values would change the answer
-    truncation: Literal["disabled"] | None = None
+    max_tool_calls: int | None = None  # whatever it says, nothing changes
+    truncation: Literal["disabled"] | None = None  # other values would change the answer
     background: OnlyFalse | None = None
     conversation: None = None
     prompt: None = None
