@@ -145,19 +145,17 @@ class Speculation(Body):
     show_drafts: bool = False
 
 
-class Schema(Body):
+class JsonSchema(Body):
+    name: str | None = None
     description: str | None = None
     json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
-class JsonSchema(Schema):
-    name: str | None = None
-
-
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    value: dict[str, Any] | None = None  # the schema, as huggingface_hub's client sends it
 
 
 class StructuredOutputs(Body):
@@ -348,9 +346,8 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: OnlyTrue | None = None
 
 
-class TextFormat(Schema):
+class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
 
 
 class TextOptions(Body):

@@ -123,15 +123,16 @@ def _requested_grammars(body: SamplingFields) -> dict[str, dict[str, Any]]:
     """The grammar that the body asks for, keyed by field: one or none."""
     asked: dict[str, dict[str, Any]] = {}
     if (form := body.response_format) is not None:
-        schema = None if form.json_schema is None else form.json_schema.json_schema
-        if form.type == "json_schema":
-            if schema is None:
-                raise refused("response_format", "response_format.json_schema.schema is missing; it is required")
+        schema = form.value if form.json_schema is None else form.json_schema.json_schema
+        if form.type == "text":
+            if form.json_schema is not None or form.value is not None:
+                raise refused("response_format", "response_format.json_schema is for type='json_schema'")
+        elif schema is not None:
             asked["response_format"] = {"json_schema": schema}
         elif form.type == "json_object":
             asked["response_format"] = {"json_object": True}
-        elif form.json_schema is not None:
-            raise refused("response_format", "response_format.json_schema is for type='json_schema'")
+        else:
+            raise refused("response_format", "response_format.json_schema.schema is missing; it is required")
     if (outputs := body.structured_outputs) is not None:
         for name, value in outputs:
             if value is not None and value is not False:
