@@ -143,9 +143,11 @@ TURNS = [
     [
         (1, {"parsed": [{"a": 1}], "tool_calls": [CALL | {"index": 0, "function": PARSED}]}),
         (1, {"provider_specific_fields": {"refusal": None}, "annotations": [], "type": "text"}),
+        (1, {"content": [{"type": "text", "text": "I look.", "role": "assistant", "tool_calls": [CALL]}]}),
+        (1, {"content": [{"type": "text", "text": "I look.", "annotations": []}]}),
         (2, {"role": "tool_responses"}),
     ],
-    ids=["openai", "litellm", "google-adk"],
+    ids=["openai", "litellm", "agents-js", "agents-js-streamed", "google-adk"],
 )
 def test_a_client_that_says_more_of_its_turns_has_the_same_prompt(at, fields, url):
     """OpenAI's client adds what `parse` and `stream` parsed, litellm its copy of fields; google-adk has another

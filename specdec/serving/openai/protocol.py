@@ -119,8 +119,10 @@ class Body(BaseModel):
         return _only_known(data, known, cls.__name__, info) if isinstance(data, dict) else data
 
 
-TEXT_PART = {"type", "text", "prompt_cache_breakpoint"}
-"""Fields of a text part; the last one is for OpenAI's cache and changes nothing here."""
+COPIED = {"role", "refusal", "reasoning_content", "tool_calls"}
+TEXT_PART = {"type", "text", "prompt_cache_breakpoint", "annotations"} | COPIED
+"""Fields of a text part. Only the first two are read: one is for OpenAI's cache, the others come back with an answer.
+openai-agents for JavaScript copies an answer's own fields (COPIED) to its text part."""
 
 
 def _known_part(part: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
