@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from reciting import reciting
 
 from specdec import SamplingParams
 from specdec.serving.application import create_app
@@ -126,6 +127,49 @@ def test_with_tool_choice_none_a_call_is_text(url):
     [choice] = chat(url, tools=TOOLS, tool_choice="none", guided_regex=written, max_tokens=60).json()["choices"]
     assert choice["finish_reason"] == "stop" and "tool_calls" not in choice["message"]
     assert choice["message"]["content"] == 'Well.<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+PARSED = CALL["function"] | {"parsed_arguments": {"a": 1}}
+TURNS = [
+    *CHAT["messages"],
+    {"role": "assistant", "content": "I look.", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c", "content": "8"},
+]
+
+
+@pytest.mark.parametrize(
+    ("at", "fields"),
+    [
+        (1, {"parsed": [{"a": 1}], "tool_calls": [CALL | {"index": 0, "function": PARSED}]}),
+        (1, {"provider_specific_fields": {"refusal": None}, "annotations": [], "type": "text"}),
+        (1, {"content": [{"type": "text", "text": "I look.", "role": "assistant", "tool_calls": [CALL]}]}),
+        (1, {"content": [{"type": "text", "text": "I look.", "annotations": []}]}),
+        (2, {"role": "tool_responses"}),
+    ],
+    ids=["openai", "litellm", "agents-js", "agents-js-streamed", "google-adk"],
+)
+def test_a_client_that_says_more_of_its_turns_has_the_same_prompt(at, fields, url):
+    """OpenAI's client adds what `parse` and `stream` parsed, litellm its copy of fields; google-adk has another
+    role for results if a model is called gemma-4 and reached as hosted_vllm/NAME."""
+
+    def tokens(messages):
+        return httpx.post(f"{url}/tokenize", json={"messages": messages}, timeout=60).json().get("tokens")
+
+    sent = [message | fields if index == at else message for index, message in enumerate(TURNS)]
+    assert tokens(sent) == tokens(TURNS) is not None
+    assert chat(url, messages=sent).status_code == 200
+
+
+def test_the_usage_of_a_chat_counts_the_tokens_of_thoughts():
+    """Only that of a response did, so clients that read it of both said 0."""
+    with reciting(["<think>no</think>Yes.", "Yes."], reasoning_parser="qwen3") as reciter:
+        for number, thoughts in enumerate((len("no"), 0)):
+            body = {"messages": [{"role": "user", "content": f"recite {number}"}], "n": 2}
+            whole = reciter.post("chat/completions", **body).json()["usage"]
+            assert whole["completion_tokens_details"] == {"reasoning_tokens": 2 * thoughts}
+            sent = reciter.post("chat/completions", **body, stream=True, stream_options={"include_usage": True})
+            assert events(sent)[-1]["usage"]["completion_tokens_details"] == whole["completion_tokens_details"]
 
 
 @pytest.mark.parametrize("choice", ["none", "auto"])

@@ -106,6 +106,28 @@ def test_two_tools_may_define_the_same_name(path, reciter):
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses"])
+def test_a_tool_must_be_called_whatever_the_format_of_texts(path, reciter):
+    """instructor's RESPONSES_TOOLS and agents with an output type ask for both, and were refused."""
+    form = {"name": "place", "schema": PLACE}
+    if path == "responses":
+        more = {"text": {"format": {"type": "json_schema"} | form}}
+    else:
+        more = {"response_format": {"type": "json_schema", "json_schema": form}}
+    text = json.dumps({"name": "f", "arguments": {"x": 1}})
+    answer = asked(reciter, path, text, tools=[tool("f", of(NUMBER))], tool_choice="required", **more).json()
+    said = answer["output"][0] if path == "responses" else answer["choices"][0]["message"]["tool_calls"][0]["function"]
+    assert (said["name"], said["arguments"]) == ("f", '{"x": 1}')
+
+
+@pytest.mark.parametrize("field", ["guided_regex", "structured_outputs"])
+def test_a_constraint_of_all_output_and_a_tool_that_must_be_called_are_refused(field, reciter):
+    more = {field: "a" if field == "guided_regex" else {"regex": "a"}}
+    answer = asked(reciter, "chat/completions", "a", tools=[tool("f", PLACE)], tool_choice="required", **more)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tool_choice"
+    assert f"tool_choice and {field}" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
 def test_a_format_of_the_text_may_define_names_too(path, reciter):
     """It is the whole schema, so its references are as they stand."""
     schema = of(NUMBER) | {"additionalProperties": False}

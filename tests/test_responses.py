@@ -124,6 +124,28 @@ def test_a_conversation_goes_on_with_its_id_and_is_read_and_deleted(client):
             client.responses.retrieve(gone.id)
 
 
+def test_a_conversation_goes_on_with_references_to_its_items(client):
+    """Vercel's AI SDK sends them in the place of the answer."""
+    first = ask(client)
+    asked = [{"role": "user", "content": QUESTION}, {"role": "user", "content": "And 2 more?"}]
+    whole, referred = ([asked[0], item, asked[1]] for item in (first.output[0], reference(first)))
+    answer = ask(client, input=referred)
+    assert answer.output_text == ask(client, input=whole).output_text
+    assert answer.usage.input_tokens == ask(client, input=whole).usage.input_tokens > first.usage.input_tokens
+    assert client.responses.input_items.list(answer.id).data[1].content[0].text == first.output_text
+    for gone in (
+        {"type": "item_reference", "id": "msg_"},
+        {"type": "item_reference"},
+        reference(ask(client, store=False)),
+    ):
+        with pytest.raises(openai.NotFoundError, match=r"input\[1\]: no item .* is stored"):
+            ask(client, input=[asked[0], gone])
+
+
+def reference(response):
+    return {"type": "item_reference", "id": response.output[0].id}
+
+
 def test_no_key_reads_what_another_key_has_stored(client, url):
     first = ask(client)
     with openai.OpenAI(base_url=f"{url}/v1", api_key="another", max_retries=0) as other:
@@ -131,6 +153,8 @@ def test_no_key_reads_what_another_key_has_stored(client, url):
             other.responses.retrieve(first.id)
         with pytest.raises(openai.NotFoundError):
             ask(other, previous_response_id=first.id)
+        with pytest.raises(openai.NotFoundError):
+            ask(other, input=[reference(first)])
 
 
 def stored(name: str, size: int = 10) -> StoredResponse:
@@ -187,7 +211,7 @@ def test_what_is_stored_takes_no_more_memory_than_it_is_counted_as(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0]"),
         ({"input": 5}, "input"),
         ({"input": ""}, "input"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),

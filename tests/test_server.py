@@ -157,6 +157,7 @@ def test_speculation_of_a_request_is_that_of_the_python_api(client, engine):
     [
         ({"response_format": {"type": "json_object"}}, r"\{.*"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [3, 7]}}}}, "3|7"),
+        ({"response_format": {"type": "json_object", "value": {"enum": [3, 7]}}}, "3|7"),  # of huggingface_hub
         ({"structured_outputs": {"regex": "[a-c]{3,5}"}}, "[a-c]{3,5}"),
         ({"structured_outputs": {"choice": ["red", "green"]}}, "red|green"),
         ({"structured_outputs": {"json": {"enum": [3, 7]}}}, "3|7"),
@@ -165,7 +166,18 @@ def test_speculation_of_a_request_is_that_of_the_python_api(client, engine):
         ({"guided_choice": ["yes", "no"]}, "yes|no"),
         ({"guided_json": {"enum": [3, 7]}}, "3|7"),
     ],
-    ids=["object", "schema", "regex", "choice", "json", "json-text", "guided-regex", "guided-choice", "guided-json"],
+    ids=[
+        "object",
+        "schema",
+        "value",
+        "regex",
+        "choice",
+        "json",
+        "json-text",
+        "guided-regex",
+        "guided-choice",
+        "guided-json",
+    ],
 )
 def test_the_ways_in_which_a_form_is_asked_for(body, pattern, client):
     """One function reads the fields of both routes, so chats are asked for half of the forms, and completions for the

@@ -47,6 +47,14 @@ class Usage(Answer):
     prompt_tokens_details: PromptTokensDetails | None
 
 
+class OutputTokensDetails(Answer):
+    reasoning_tokens: int
+
+
+class ChatUsage(Usage):
+    completion_tokens_details: OutputTokensDetails
+
+
 class SpeculativeDecoding(Answer):
     """vLLM's figures of drafts, over all samples (`vllm_figures`)."""
 
@@ -181,6 +189,7 @@ class Generated(WithFigures):
 class ChatCompletion(Generated, PromptScores):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    usage: ChatUsage
 
 
 class Completion(Generated):
@@ -217,10 +226,6 @@ class OutputCall(OutputItem):
     call_id: str
     name: str
     arguments: str
-
-
-class OutputTokensDetails(Answer):
-    reasoning_tokens: int
 
 
 class InputTokensDetails(PromptTokensDetails):

@@ -98,6 +98,13 @@ class ChatTextAnswer(TextAnswer):
     def _whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
         return super()._whole(outputs) | self._prompt_ids(0) | self._prompt_scores(outputs[0])
 
+    def _figures(self, samples: Sequence[int], *, usage: bool) -> dict[str, Any]:
+        found = super()._figures(samples, usage=usage)
+        if usage:
+            thoughts = sum(self.readers[index].thought_tokens for index in samples)
+            found["usage"]["completion_tokens_details"] = {"reasoning_tokens": thoughts}
+        return found
+
     def _choice(self, index: int, output: GenerationOutput) -> dict[str, Any]:
         delta, reader = whole_delta(output), self.readers[index]
         message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}

@@ -15,6 +15,8 @@ from specdec.text.prompts import asks_for_none, template_text
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Fields for the thoughts of an earlier answer, in the order of preference."""
+ROLES = {"developer": "system", "tool_responses": "tool"}
+"""What templates call a role that OpenAI renamed, and the one in which google-adk sends tool results to a Gemma 4."""
 NOT_OPTIONS = {
     "chat_template": "a template is a program, and this server runs its own",
     "tools": "tools say it",
@@ -72,9 +74,8 @@ def _options(body: ChatRequest, text: str) -> dict[str, Any]:
 def _plain(place: str, message: Message, template: str) -> dict[str, Any]:
     """Convert a message for the template: text parts are joined by line ends, call arguments become objects, absent
     fields are left out. Raises ApiError for parts that are no text, with their place."""
-    plain = message.model_dump(exclude_none=True, exclude={"annotations", "type"})
-    if message.role == "developer":  # OpenAI renamed it; templates know the old name
-        plain["role"] = "system"
+    plain = message.model_dump(exclude_none=True)
+    plain["role"] = ROLES.get(message.role, message.role)
     if isinstance(message.content, list):
         plain["content"] = "\n".join(_part_text(f"{place}.content", part) for part in message.content)
     elif message.content is None:
@@ -82,7 +83,6 @@ def _plain(place: str, message: Message, template: str) -> dict[str, Any]:
             raise refused(f"{place}.content", f"{place}.content is missing; text is expected")
         plain["content"] = None if asks_for_none(template) else ""  # other templates join it with text
     for number, call in enumerate(plain.get("tool_calls", ())):
-        call.pop("index", None)
         param = f"{place}.tool_calls[{number}].function.arguments"
         call["function"]["arguments"] = arguments_of(call["function"]["arguments"], param)
     if thought := plain.pop("reasoning_content", None):

@@ -32,7 +32,8 @@ PromptList = Annotated[list[Prompt], PlainValidator(as_prompt_list)]
 """A string, token ids, or a list of these."""
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
-"""A field of answers that clients may send back."""
+Unread = Annotated[Any, Field(exclude=True)]
+"""Fields that clients may send back with an answer: an empty list, and anything, which no template sees."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 MAX_MESSAGES = 16384
@@ -118,8 +119,10 @@ class Body(BaseModel):
         return _only_known(data, known, cls.__name__, info) if isinstance(data, dict) else data
 
 
-TEXT_PART = {"type", "text", "prompt_cache_breakpoint"}
-"""Fields of a text part; the last one is for OpenAI's cache and changes nothing here."""
+COPIED = {"role", "refusal", "reasoning_content", "tool_calls"}
+TEXT_PART = {"type", "text", "prompt_cache_breakpoint", "annotations"} | COPIED
+"""Fields of a text part. Only the first two are read: one is for OpenAI's cache, the others come back with an answer.
+openai-agents for JavaScript copies an answer's own fields (COPIED) to its text part."""
 
 
 def _known_part(part: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
@@ -144,19 +147,17 @@ class Speculation(Body):
     show_drafts: bool = False
 
 
-class Schema(Body):
+class JsonSchema(Body):
+    name: str | None = None
     description: str | None = None
     json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
-class JsonSchema(Schema):
-    name: str | None = None
-
-
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    value: dict[str, Any] | None = None  # the schema, as huggingface_hub's client sends it
 
 
 class StructuredOutputs(Body):
@@ -223,8 +224,7 @@ class SamplingFields(RequestFields):
     guided_regex: str | None = None
     guided_choice: Strings | None = None
     speculation: bool | Speculation | None = None
-    # whatever it says, nothing changes
-    request_id: str | None = None
+    request_id: str | None = None  # whatever it says, nothing changes
     # vLLM's fields with one accepted value; other values would need features that this server lacks
     use_beam_search: OnlyFalse | None = None
     length_penalty: Annotated[float, AfterValidator(_one)] | None = None
@@ -246,30 +246,32 @@ class SamplingFields(RequestFields):
 class CalledFunction(Body):
     name: str
     arguments: str
+    parsed_arguments: Unread = None  # of OpenAI's client
 
 
 class ToolCall(Body):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None
+    index: Annotated[int | None, Field(exclude=True)] = None
 
 
 class Message(Body):
     """A message of a chat. content: a string or text parts; other content is refused with the message's number."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "tool_responses"]
     content: str | ContentParts | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    type: Literal["text"] | None = None  # some clients send the content's type too
-    # empty fields in answers that a client sends back
-    refusal: None = None
+    type: Annotated[Literal["text"] | None, Field(exclude=True)] = None  # some clients send the content's type too
+    refusal: None = None  # this and the next three are empty in answers that a client sends back
     audio: None = None
     function_call: None = None
-    annotations: Nothing = None
+    annotations: Annotated[Nothing, Field(exclude=True)] = None
+    parsed: Unread = None  # OpenAI's client adds it
+    provider_specific_fields: Unread = None  # litellm's copy of fields it does not know
 
 
 class OfFunction(Body):
@@ -346,9 +348,8 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: OnlyTrue | None = None
 
 
-class TextFormat(Schema):
+class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
 
 
 class TextOptions(Body):
@@ -385,10 +386,8 @@ class ResponsesRequest(RequestFields):
     include: Strings | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # whatever it says, nothing changes
-    max_tool_calls: int | None = None
-    # other values would change the answer
-    truncation: Literal["disabled"] | None = None
+    max_tool_calls: int | None = None  # whatever it says, nothing changes
+    truncation: Literal["disabled"] | None = None  # other values would change the answer
     background: OnlyFalse | None = None
     conversation: None = None
     prompt: None = None

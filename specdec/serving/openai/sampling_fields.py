@@ -54,10 +54,11 @@ def sampling_params(
     scored = [count for count in (body.prompt_logprobs, echoed) if count is not None]
     if scored:
         given["prompt_logprobs"] = max(scored)
-    grammar = next(iter(_requested_grammars(body).values()), {})
-    if forced is not None and grammar:
-        raise refused("tool_choice", "tool_choice and a format of the text are both given; leave one out")
-    given |= grammar if forced is None else forced
+    asked = _requested_grammars(body)
+    constraints = asked.keys() - {"response_format"}  # that is for texts, and a call that must be made has none
+    if forced is not None and constraints:
+        raise refused("tool_choice", f"tool_choice and {constraints.pop()} are both given; leave one out")
+    given |= next(iter(asked.values()), {}) if forced is None else forced
     require_priority(body.priority or 0, state.settings)
     if body.cache_salt is not None and not 0 < len(body.cache_salt) <= MAX_SALT:
         message = f"cache_salt has {len(body.cache_salt)} characters; 1 to {MAX_SALT} are allowed"
@@ -96,7 +97,7 @@ def naming_field(
             prompt = "messages" if isinstance(body, ChatRequest) else "prompt"
             named.body["error"]["param"] = renamed.get(prompt, prompt)
         return named
-    if field is None and isinstance(body, ChatRequest) and body.forced_tools:
+    if isinstance(body, ChatRequest) and body.forced_tools:
         names = ", ".join(tool.name for tool in body.forced_tools)
         message = message.replace("json_schema", f"the schema of a tool that must be called ({names})", 1)
         return refused("tools", message, "invalid_value")
@@ -122,15 +123,16 @@ def _requested_grammars(body: SamplingFields) -> dict[str, dict[str, Any]]:
     """The grammar that the body asks for, keyed by field: one or none."""
     asked: dict[str, dict[str, Any]] = {}
     if (form := body.response_format) is not None:
-        schema = None if form.json_schema is None else form.json_schema.json_schema
-        if form.type == "json_schema":
-            if schema is None:
-                raise refused("response_format", "response_format.json_schema.schema is missing; it is required")
+        schema = form.value if form.json_schema is None else form.json_schema.json_schema
+        if form.type == "text":
+            if form.json_schema is not None or form.value is not None:
+                raise refused("response_format", "response_format.json_schema is for type='json_schema'")
+        elif schema is not None:
             asked["response_format"] = {"json_schema": schema}
         elif form.type == "json_object":
             asked["response_format"] = {"json_object": True}
-        elif form.json_schema is not None:
-            raise refused("response_format", "response_format.json_schema is for type='json_schema'")
+        else:
+            raise refused("response_format", "response_format.json_schema.schema is missing; it is required")
     if (outputs := body.structured_outputs) is not None:
         for name, value in outputs:
             if value is not None and value is not False:

@@ -4,7 +4,6 @@ One item is open at a time. Its events are `output_item.added`, deltas and their
 message or thought), then `output_item.done`. A response that is not streamed is built in the same way.
 """
 
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEn
 ResponseEvent = dict[str, Any]
 ITEMS = {"thought": "reasoning", "content": "message"}
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-"""Prefix of an item's id, by item type."""
+"""Prefix of an item's id, by item type. It is followed by the response's own id and the item's place in its output."""
 
 
 class ResponseBuilder:
@@ -67,7 +66,8 @@ class ResponseBuilder:
 
     def _begin(self, kind: str, **fields: Any) -> list[ResponseEvent]:
         events = self._close("completed")
-        item = {"type": kind, "id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}", "status": "in_progress", **fields}
+        item_id = f"{PREFIXES[kind]}_{self.response['id'].removeprefix('resp_')}_{len(self.output)}"
+        item = {"type": kind, "id": item_id, "status": "in_progress", **fields}
         parts: list[dict[str, Any]] = []
         if kind == "message":
             item |= {"role": "assistant", "content": parts}

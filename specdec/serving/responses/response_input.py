@@ -105,7 +105,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str, *, af
                 before = message.get("reasoning_content")
                 message["reasoning_content"] = thought if before is None else f"{before}\n{thought}"
         case kind:
-            read = "message, function_call, function_call_output and reasoning are read"
+            read = "message, function_call, function_call_output, reasoning and item_reference are read"
             raise refused(place, f"{place} is of type {kind!r:.80}; {read}")
 
 

@@ -23,6 +23,7 @@ from specdec.serving.responses.response_input import chat_request, messages_of
 from specdec.serving.state import ServeState, StateDep, StoredResponse
 
 router = APIRouter(route_class=BodyRoute)
+UNSTORED = "its request had store=false, it was deleted, or newer ones replaced it"
 AS_ASKED = ("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "user")
 
 
@@ -100,7 +101,8 @@ class ResponseAnswer(ChatTextAnswer):
         self._messages: list[dict[str, Any]] = []
         if asked.previous_response_id is not None:
             self._messages += _stored(state, asked.previous_response_id, "previous_response_id").messages
-        self._messages += messages_of(asked.items)
+        self._items = _resolved(state, asked.items)
+        self._messages += messages_of(self._items)
         super().__init__(chat_request(asked, self._messages), state)
         self._builder = ResponseBuilder(self._response())
 
@@ -136,7 +138,7 @@ class ResponseAnswer(ChatTextAnswer):
         )
         if self.asked.store is not False:
             messages = self._messages + messages_of(self._builder.output, is_answer=True)
-            stored = StoredResponse(self._builder.response, self.asked.items, messages)
+            stored = StoredResponse(self._builder.response, self._items, messages)
             self.state.responses.put(self.state.owner, stored)
         return events
 
@@ -192,6 +194,26 @@ class ResponseAnswer(ChatTextAnswer):
         }
 
 
+def _resolved(state: ServeState, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The items, with the stored item in the place of each reference. Its id says where it is (`PREFIXES`)."""
+    outputs: dict[str, dict[str, dict[str, Any]]] = {}  # by the id of a response, then of an item
+
+    def referred(place: str, item_id: Any) -> dict[str, Any]:
+        response = "_".join(["resp", *str(item_id).split("_")[1:2]])
+        if response not in outputs:
+            stored = state.responses.get(state.owner, response)
+            outputs[response] = {} if stored is None else {each["id"]: each for each in stored.response["output"]}
+        found = outputs[response].get(str(item_id))
+        if found is None:
+            raise ApiError(404, f"{place}: no item {item_id!r:.80} is stored; {UNSTORED}", param=place)
+        return found
+
+    return [
+        referred(f"input[{index}]", item.get("id")) if item.get("type") == "item_reference" else item
+        for index, item in enumerate(items)
+    ]
+
+
 def _stored(state: ServeState, response_id: str, param: str = "response_id") -> StoredResponse:
     found = state.responses.get(state.owner, response_id)
     if found is None:
@@ -200,6 +222,5 @@ def _stored(state: ServeState, response_id: str, param: str = "response_id") -> 
 
 
 def _unknown(response_id: str, param: str = "response_id") -> ApiError:
-    why = "its request had store=false, it was deleted, or newer ones replaced it"
     code = "previous_response_not_found" if param == "previous_response_id" else "response_not_found"
-    return ApiError(404, f"no response {response_id!r:.80} is stored; {why}", param=param, code=code)
+    return ApiError(404, f"no response {response_id!r:.80} is stored; {UNSTORED}", param=param, code=code)
