@@ -273,7 +273,6 @@ def accuracy_title(report: Report) -> str:
     return f"{settings['task']}, {settings['problems']} problems: {pair}\n{', '.join(found)}"
 
 
-def _first_run(report: Report) -> dict[str, Any]:
+def _first_run(report: Report) -> Any:
     """The run with a drafter, if there is one: only it has acceptance by position."""
-    run: dict[str, Any] = next(iter(report["runs"].values()))
-    return run
+    return next(iter(report["runs"].values()))

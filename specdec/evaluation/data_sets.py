@@ -143,8 +143,7 @@ def _problem(name: str, row: Mapping[str, Any], where: str) -> Problem:
 def _user_turn(message: Any, where: str) -> str:
     if not isinstance(message, dict) or message.get("role") != "user" or not isinstance(message.get("content"), str):
         raise ConfigError(f"{where}: 'messages' holds one that is not a user's text; only user turns are read")
-    text: str = message["content"]
-    return text
+    return str(message["content"])
 
 
 EXEMPLARS = read_prompts(BUNDLED_DIR / "gsm8k_exemplars.jsonl")
