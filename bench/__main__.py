@@ -66,8 +66,7 @@ def main(words: Sequence[str] | None = None) -> int:
             require_writable(path)
     except ConfigError as error:
         parser.error(str(error))
-    reason = next((why for case in cases for why in [refusal(case)] if why), None)
-    if reason is not None:
+    if reason := next(filter(None, map(refusal, cases)), None):
         print(f"{reason}: nothing was checked", file=sys.stderr)
         return 2
     known = {part: None for case in cases for part in parts_of(case)}

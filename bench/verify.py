@@ -89,12 +89,12 @@ def require_same(name: str, got: Any, want: Any) -> None:
         assert got == want, f"{name}: {got} {want}"
 
 
-def bits_row(name: str, comparisons: Iterable[tuple[str, bool]], note: str = "") -> Row:
+def bits_row(name: str, comparisons: Iterable[tuple[str, bool]]) -> Row:
     """Comparisons in words, and whether each had the same bits."""
     checked = list(comparisons)
     other = [what for what, equal in checked if not equal]
     found = f"other bits: {'; '.join(map(str, other))}" if other else f"{len(checked)} equal"
-    return Row(name, found, note, ok=not other)
+    return Row(name, found, ok=not other)
 
 
 def company_bits(
@@ -116,9 +116,7 @@ def answers_row(name: str, found: Sequence[Any], want: Sequence[Any], note: str 
     return Row(name, text, note, ok and not wrong)
 
 
-def level_row(
-    engine: Engine, work: Callable[[], Any], rounds: int, held: Callable[[], Sequence[int]], name: str = "memory"
-) -> Row:
+def level_row(engine: Engine, work: Callable[[], Any], rounds: int, held: Callable[[], Sequence[int]]) -> Row:
     """`work` until `rounds` ran: it gives what it gave first, and in the second half nothing of `held` grows."""
     first, begin = work(), time.perf_counter()
     levels, same = [held()], True
@@ -129,4 +127,4 @@ def level_row(
     grown = [last - middle for last, middle in zip(half[-1], half[0], strict=True)]
     found = f"{grown} more in the second half; answers {'as at first' if same else 'CHANGED'}"
     seconds = f"{time.perf_counter() - begin:.0f} s"
-    return Row(f"{name} over {engine.stats().batches} rounds", found, seconds, same and max(grown, default=0) <= 0)
+    return Row(f"memory over {engine.stats().batches} rounds", found, seconds, same and max(grown, default=0) <= 0)

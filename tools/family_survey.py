@@ -87,7 +87,6 @@ SIZES = {
 SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
 DERIVED = {"layer_types", "mlp_layer_types", "architectures", "transformers_version", "dtype", "torch_dtype"}
 """Left to the class: it derives them from the small numbers."""
-IDENTITY = {"model_type"}
 
 
 class Result(NamedTuple):
@@ -123,7 +122,7 @@ def _small(full: dict[str, Any], variant: Variant) -> dict[str, Any]:
         if isinstance(value, dict):
             if key.endswith(("config", "encoder", "decoder", "generator")) and "quantization" not in key:
                 small[key] = _small(value, variant)
-        elif key in IDENTITY and value is not None:
+        elif key == "model_type" and value is not None:
             small[key] = value
         elif key in DERIVED:
             continue
