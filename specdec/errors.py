@@ -4,7 +4,7 @@ A message is one sentence. `shown` formats a value for it.
 """
 
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any
@@ -153,6 +153,17 @@ def is_fault(error: BaseException) -> bool:
     if isinstance(error, Exception):
         return not isinstance(error, MemoryError)
     return type(error).__name__ == "PanicException"
+
+
+@contextmanager
+def faults_go_to(handle: Callable[[BaseException], object]) -> Iterator[None]:
+    """Give a fault of the block (`is_fault`) to `handle`, which may raise another error. Other errors are raised."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        handle(error)
 
 
 def name_row(error: BaseException, row: int) -> BaseException:

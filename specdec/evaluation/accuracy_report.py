@@ -152,11 +152,9 @@ def _share(right: Sequence[bool]) -> dict[str, Any]:
 
 
 def _compare(records: Sequence[Record]) -> dict[str, Any]:
-    unequal: list[Record] = []
-    for record in records:
-        if record["parting"]:
-            turn = {"turn": record["turn"]} if record["turn"] else {}
-            unequal.append({"problem": record["index"], **turn, **record["parting"]})
+    parted = [record for record in records if record["parting"]]
+    turns = [{"turn": record["turn"]} if record["turn"] else {} for record in parted]
+    unequal = [{"problem": each["index"], **turn, **each["parting"]} for each, turn in zip(parted, turns, strict=True)]
     return {"equal": len(records) - len(unequal), "unequal": unequal}
 
 

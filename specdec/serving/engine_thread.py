@@ -208,7 +208,7 @@ class Streams:
     fails, all end, and the reader gets its error. client: name of its API key, or its address.
     """
 
-    def __init__(self, thread: EngineThread, client: str = "") -> None:
+    def __init__(self, thread: EngineThread, client: str) -> None:
         self.loop = asyncio.get_running_loop()
         self.client = client
         self.handles: list[Handle] = []  # a sample each; set once submitted

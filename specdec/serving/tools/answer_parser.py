@@ -188,8 +188,8 @@ class AnswerParser(CharacterReader):
         self._gap, self._kind, self._thinking = "", None, True
         while True:
             yield from self._plain_text()
-            if self._kind is None and (yield from self._sees(form.opens)):
-                self._gap = ""  # some models repeat the marker before any text
+            if self._is_silent() and (yield from self._sees(form.opens)):
+                self._gap = ""  # some models repeat the marker
             elif (yield from self._sees(form.closes)):
                 break
             elif self.special and (yield from self._sees(self.special[0])):
@@ -201,6 +201,10 @@ class AnswerParser(CharacterReader):
         self._release()
         self._gap, self._marked, self._kind, self._thinking = "", True, None, False
         self._may_think = form.again
+
+    def _is_silent(self) -> bool:
+        """Is the current text still empty?"""
+        return self._kind is None
 
     def _ends_in_call(self, form: ReasoningFormat) -> Reading[bool]:
         """The held characters begin a call within a thought. If the thought is closed later, the call is a quotation
