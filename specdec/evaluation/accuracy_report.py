@@ -45,7 +45,6 @@ def final_number(text: str) -> Decimal | None:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number anywhere in the text."""
     found = ANY_NUMBER.findall(text)
     return _value(*found[-1]) if found else None
 

@@ -96,7 +96,6 @@ def load_data(name: str, data: str) -> tuple[str, list[Problem]]:
 
 
 def _file_in(name: str, folder: Path) -> Path:
-    """Path of the data set's file in a folder."""
     subs = dict.fromkeys((name.replace("-", "_"), name, ""))
     known = [folder / sub / file for sub in subs for file in DATA_SETS[name].files]
     found = next((path for path in known if path.is_file()), None)

@@ -136,7 +136,6 @@ class EngineThread:
         return not self._stopping
 
     def _run_step(self) -> None:
-        """Run a step, and report its news."""
         lacked_memory = False
         try:
             more = self.engine.step()
@@ -289,7 +288,6 @@ def tell_readers(samples: Sequence[OpenSample]) -> None:
 
 
 def _wake_readers(readers: Sequence[Streams]) -> None:
-    """Wake these readers, on their loop."""
     for streams in readers:
         streams._posted = False
         streams._news.set()
