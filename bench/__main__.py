@@ -33,7 +33,7 @@ from bench.registry import CASES, Case
 from bench.report import Report, Row, table_head, table_row
 from bench.verify import attempt_all
 from specdec.cli.output_files import require_writable
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, error_summary
 from specdec.measurement.conditions import conditions
 
 
@@ -179,7 +179,7 @@ def warm(cases: Sequence[Case], options: Mapping[str, Any], quick: bool, share: 
                 with torch.no_grad():
                     job()
             except Exception as error:
-                print("warm:", type(error).__name__, str(error)[:200], flush=True)
+                print(f"warm: {error_summary(error)}", flush=True)
     return 0
 
 

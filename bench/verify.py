@@ -10,6 +10,7 @@ import torch
 
 from bench.report import Row
 from specdec.engine import Engine
+from specdec.errors import error_summary
 from specdec.gpu.ranks import map_tensors
 from specdec.kvcache.fp8_pool import E4M3, Fp8Pool
 from specdec.kvcache.layout import ByGroup
@@ -20,17 +21,13 @@ if ON_CPU:
     del DTYPES["bf16"]
 
 
-def said(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:300]}"
-
-
 def attempt(name: str, make: Callable[..., Row], *arguments: Any, **options: Any) -> Row:
     """The row that `make` returns, or one that failed: the other rows of a case are still of interest."""
     try:
         return make(*arguments, **options)
     except Exception as error:
         traceback.print_exc()
-        return Row(name, said(error), ok=False)
+        return Row(name, error_summary(error), ok=False)
 
 
 def attempt_all(name: str, rows: Iterable[Row]) -> Iterator[Row]:
@@ -39,7 +36,7 @@ def attempt_all(name: str, rows: Iterable[Row]) -> Iterator[Row]:
         yield from rows
     except Exception as error:
         traceback.print_exc()
-        yield Row(name, said(error), ok=False)
+        yield Row(name, error_summary(error), ok=False)
 
 
 def rows_of_each(names: Iterable[str], rows_of: Callable[[str], Iterator[Row]]) -> Iterator[Row]:

@@ -103,8 +103,11 @@ _short = _Short()
 
 def shown(value: object) -> str:
     """Format a value for a message: never a printed tensor, module or long list."""
-    text = " ".join(_short.repr(value).split())
-    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+    return clipped(" ".join(_short.repr(value).split()), MAX_SHOWN)
+
+
+def clipped(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else text[:max_chars] + "..."
 
 
 def require_one_of(name: str, value: object, known: Iterable[str]) -> None:
@@ -190,11 +193,11 @@ def error_summary(error: BaseException) -> str:
     return kind if line == kind else f"{kind}: {line}"
 
 
-def first_line(error: BaseException, max_chars: int = 200) -> str:
+def first_line(error: BaseException) -> str:
     """The first sentence of another library's message, shortened. A first line that ends in a colon is joined with the
     next."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     line = " ".join([lines[0], *(each.strip() for each in lines[1:2] if lines[0].endswith(":"))])
     if isinstance(error, KeyError) and " " not in line:
         line = f"{type(error).__name__}: {line}"
-    return line if len(line) <= max_chars else line[:max_chars] + "..."
+    return clipped(line, 200)

@@ -38,7 +38,7 @@ from transformers.models.auto.auto_factory import _LazyAutoMapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, error_summary
 from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
 
@@ -205,7 +205,7 @@ def survey(model: PreTrainedModel) -> Result:
     try:
         truths = [own_tokens(model, prompt) for prompt in prompts]
     except Exception as error:
-        truths, own_fault = [], one_line(error)
+        truths, own_fault = [], error_summary(error)
     try:
         target = TargetModel(model)
     except SpecDecError as error:
@@ -228,20 +228,16 @@ def survey(model: PreTrainedModel) -> Result:
     return Result("equal", f"{[*targets][-1]}, {distinct} distinct tokens, {target.logit_rule}")
 
 
-def one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
-
-
 def attempt(kind: type[PreTrainedConfig], model_class: type[PreTrainedModel], *, windows: bool) -> Result:
     try:
         with time_limit(SECONDS):
             try:
                 model = build(kind, model_class, windows=windows)
             except Exception as error:
-                return Result("unbuilt", one_line(error))
+                return Result("unbuilt", error_summary(error))
             return survey(model)
     except Exception as error:
-        return Result("crashed", one_line(error))
+        return Result("crashed", error_summary(error))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec.config import MAX_FORCED_TOKENS, SamplingParams
-from specdec.errors import ConfigError, faults_go_to
+from specdec.errors import ConfigError, clipped, faults_go_to
 from specdec.sampling.grammars.grammar_bounds import cannot_follow, compiles_in_linear_time, require_bounded
 from specdec.sampling.grammars.grammar_trial import GrammarTrial, with_large_stack
 from specdec.sampling.grammars.token_rules import TokenRules, Words, only_bit, token_bits
@@ -305,8 +305,7 @@ def reason_of(message: str) -> str:
     """The library's reason, without the part of the grammar that it quotes."""
     lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
     named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    reason = (named or lines or ["it gives no reason"])[0]
-    return reason if len(reason) <= 200 else reason[:200] + "..."
+    return clipped((named or lines or ["it gives no reason"])[0], 200)
 
 
 def _options(schema: Any) -> dict[str, Any] | None:
