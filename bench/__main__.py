@@ -139,7 +139,7 @@ def chosen_options(function: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def run_case(case: Case, options: Mapping[str, Any], report: Report, words: Sequence[str]) -> None:
     module = import_module(case.path)
-    warm_up(module, words, report)
+    warm_up(module, words)
     failed = len(report.failed)
     for part in (each for each in options["parts"] if each in parts_of(case)):
         if part in case.timed and len(report.failed) > failed:
@@ -155,7 +155,7 @@ def run_case(case: Case, options: Mapping[str, Any], report: Report, words: Sequ
         free_memory()
 
 
-def warm_up(module: ModuleType, words: Sequence[str], report: Report) -> None:
+def warm_up(module: ModuleType, words: Sequence[str]) -> None:
     """Compile what the case launches, in as many processes as there are cores."""
     if ON_CPU or "--quick" in words or not hasattr(module, "warm_jobs"):
         return
