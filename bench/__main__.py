@@ -33,7 +33,7 @@ from bench.registry import CASES, Case
 from bench.report import Report, Row, table_head, table_row
 from bench.verify import attempt_all
 from specdec.cli.output_files import require_writable
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, error_summary
 from specdec.measurement.conditions import conditions
 
 
@@ -66,8 +66,7 @@ def main(words: Sequence[str] | None = None) -> int:
             require_writable(path)
     except ConfigError as error:
         parser.error(str(error))
-    reason = next((why for case in cases for why in [refusal(case)] if why), None)
-    if reason is not None:
+    if reason := next(filter(None, map(refusal, cases)), None):
         print(f"{reason}: nothing was checked", file=sys.stderr)
         return 2
     known = {part: None for case in cases for part in parts_of(case)}
@@ -140,7 +139,7 @@ def chosen_options(function: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def run_case(case: Case, options: Mapping[str, Any], report: Report, words: Sequence[str]) -> None:
     module = import_module(case.path)
-    warm_up(module, words, report)
+    warm_up(module, words)
     failed = len(report.failed)
     for part in (each for each in options["parts"] if each in parts_of(case)):
         if part in case.timed and len(report.failed) > failed:
@@ -156,7 +155,7 @@ def run_case(case: Case, options: Mapping[str, Any], report: Report, words: Sequ
         free_memory()
 
 
-def warm_up(module: ModuleType, words: Sequence[str], report: Report) -> None:
+def warm_up(module: ModuleType, words: Sequence[str]) -> None:
     """Compile what the case launches, in as many processes as there are cores."""
     if ON_CPU or "--quick" in words or not hasattr(module, "warm_jobs"):
         return
@@ -180,7 +179,7 @@ def warm(cases: Sequence[Case], options: Mapping[str, Any], quick: bool, share: 
                 with torch.no_grad():
                     job()
             except Exception as error:
-                print("warm:", type(error).__name__, str(error)[:200], flush=True)
+                print(f"warm: {error_summary(error)}", flush=True)
     return 0
 
 

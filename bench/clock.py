@@ -45,9 +45,9 @@ def graph_seconds(calls: Sequence[Callable[[], object]], replays: int = 20) -> f
     return statistics.median(times)
 
 
-def microseconds(call: Callable[..., object], inputs: Sequence[Any] | None = None, calls: int = 4) -> float:
-    """Time of one call: `calls` of them, or one with each of the inputs in turn."""
-    bound = [call] * calls if inputs is None else [partial(call, each) for each in inputs]
+def microseconds(call: Callable[..., object], inputs: Sequence[Any] | None = None) -> float:
+    """Time of one call: four of them, or one with each of the inputs in turn."""
+    bound = [call] * 4 if inputs is None else [partial(call, each) for each in inputs]
     return graph_seconds(bound) * 1e6
 
 
@@ -56,16 +56,16 @@ def copies_of(num_bytes: float, most: int = 64) -> int:
     return 1 if ON_CPU else int(max(2, min(most, -(-COLD_BYTES // max(1, num_bytes)))))
 
 
-def wall_seconds(work: Callable[[], Any], devices: Sequence[torch.device], repeats: int = 10) -> float:
-    """Seconds of one `work`, many in a row, by the host's clock: the best of five."""
+def wall_seconds(work: Callable[[], Any], devices: Sequence[torch.device]) -> float:
+    """Seconds of one `work`, ten in a row, by the host's clock: the best of five."""
     best = float("inf")
     for _ in range(5):
         synchronize(devices)
         begin = time.perf_counter()
-        for _ in range(repeats):
+        for _ in range(10):
             work()
         synchronize(devices)
-        best = min(best, (time.perf_counter() - begin) / repeats)
+        best = min(best, (time.perf_counter() - begin) / 10)
     return best
 
 
@@ -103,9 +103,8 @@ def best_tiles(
     candidates: Sequence[Any],
     make: Callable[[Any], Sequence[Callable[[], torch.Tensor]]],
     want: torch.Tensor | None,
-    most: int = 4,
 ) -> tuple[str, bool]:
-    """Times every tiling that fits the device: the best of them in words, and whether all had the bits of `want`.
+    """Times every tiling that fits the device: the best four in words, and whether all had the bits of `want`.
 
     make: tiles -> calls that are timed in turn, the first on the inputs of `want`.
     """
@@ -117,7 +116,7 @@ def best_tiles(
             found.append((graph_seconds(calls, 8) * 1e6, str(tuple(tiles))))
         except Exception as error:  # too large for the device
             failed.append(type(error).__name__)
-    cells = ", ".join(f"{us:.1f} us {tiles}" for us, tiles in sorted(found)[:most])
+    cells = ", ".join(f"{us:.1f} us {tiles}" for us, tiles in sorted(found)[:4])
     return cells + (f"; {len(failed)} did not run ({', '.join(sorted(set(failed)))})" if failed else ""), equal
 
 

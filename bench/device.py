@@ -7,19 +7,12 @@ import gc
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from unittest.mock import MagicMock
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def asks_for_cpu(words: Sequence[str]) -> bool:
-    return ("--device", "cpu") in pairwise(words) or "--device=cpu" in words
-
-
-ON_CPU = asks_for_cpu(sys.argv)
+ON_CPU = ("--device", "cpu") in pairwise(sys.argv) or "--device=cpu" in sys.argv
 if ON_CPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

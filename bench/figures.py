@@ -47,7 +47,7 @@ WIDTH, LEFT, BAR, GAP, SCALE = 720, 190, 16, 14, 52.0
 """Pixels: of the picture, before the bars, of a bar's height, between groups; of a millisecond."""
 
 
-def decode_speed_svg(figures: Mapping[int, StepTimes] = E4B) -> str:
+def decode_speed_svg() -> str:
     """Horizontal bars, shorter is faster: a plain step and a round of 4 drafts, ours above the peer's."""
     shapes: list[str] = []
     y = 64
@@ -63,7 +63,7 @@ def decode_speed_svg(figures: Mapping[int, StepTimes] = E4B) -> str:
         x = LEFT + 170 * number
         box(x, 38, 12, 12, colour)
         text(x + 18, 48, "plain step" if name == "plain" else "round of 4 drafts, up to 5 tokens")
-    for batch, ms in figures.items():
+    for batch, ms in E4B.items():
         text(12, y + BAR * 2 + 5, f"{batch} request{'s' if batch > 1 else ''}", weight="bold")
         for whose, times in (("specdec", (ms.plain, ms.drafts)), (PEER, (ms.peer_plain, ms.peer_drafts))):
             text(LEFT - 8, y + BAR + 4, whose, anchor="end")

@@ -2,9 +2,10 @@
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 from bench.device import DEVICE  # isort: skip - before triton
 import torch
@@ -98,13 +99,10 @@ class RandomText:
             number = inputs.read_history()[:, :1].clamp(max=FIRST_TEXT - 1)
             return self.text(number, positions).where(positions > 0, drawn)
 
-        try:
+        with ExitStack() as patches:
             for kind in plain:
-                kind.draw = planted  # type: ignore[method-assign]
+                patches.enter_context(patch.object(kind, "draw", planted))
             yield
-        finally:
-            for kind, draw in plain.items():
-                kind.draw = draw  # type: ignore[method-assign]
 
     def drafts(self, batch: DraftBatch, tree: DraftTree) -> DraftTree:
         """The best path of each draft is right as often as its prompt says."""

@@ -135,10 +135,10 @@ def round_ms(engine: Engine, prompts: Sequence[list[int]], draft: SpecConfig | b
     return min(rounds)
 
 
-def prompt_ms(engine: Engine, prompt: list[int], runs: int = 5) -> float:
-    """Milliseconds of the device for a prompt: the median after two runs that are not counted."""
+def prompt_ms(engine: Engine, prompt: list[int]) -> float:
+    """Milliseconds of the device for a prompt: the median of five runs after two runs that are not counted."""
     params, times = SamplingParams(max_new_tokens=1), []
-    for _ in range(2 if ON_CPU else runs + 2):
+    for _ in range(2 if ON_CPU else 7):
         [out] = engine.generate(prompt, params, progress=False)
         times.append(out.stats.prefill_seconds * 1e3)
     return statistics.median(times[1 if ON_CPU else 2 :])

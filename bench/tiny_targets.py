@@ -35,8 +35,7 @@ class Setting(NamedTuple):
 
     @property
     def summary(self) -> str:
-        shape = {"MTP": " tree", "EAGLE-3": " tree"}.get(self.drafter, "") if self.spec is TREE else ""
-        shape = shape or (" chain" if self.drafter in ("MTP", "EAGLE-3") else "")
+        shape = (" tree" if self.spec is TREE else " chain") if self.drafter in ("MTP", "EAGLE-3") else ""
         return f"{self.drafter}{shape}, pages of {self.page_size}"
 
     def fits(self, family: str) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from bench.report import Row
 from specdec.engine import Engine
+from specdec.errors import error_summary
 from specdec.gpu.ranks import map_tensors
 from specdec.kvcache.fp8_pool import E4M3, Fp8Pool
 from specdec.kvcache.layout import ByGroup
@@ -20,17 +21,13 @@ if ON_CPU:
     del DTYPES["bf16"]
 
 
-def said(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:300]}"
-
-
 def attempt(name: str, make: Callable[..., Row], *arguments: Any, **options: Any) -> Row:
     """The row that `make` returns, or one that failed: the other rows of a case are still of interest."""
     try:
         return make(*arguments, **options)
     except Exception as error:
         traceback.print_exc()
-        return Row(name, said(error), ok=False)
+        return Row(name, error_summary(error), ok=False)
 
 
 def attempt_all(name: str, rows: Iterable[Row]) -> Iterator[Row]:
@@ -39,7 +36,7 @@ def attempt_all(name: str, rows: Iterable[Row]) -> Iterator[Row]:
         yield from rows
     except Exception as error:
         traceback.print_exc()
-        yield Row(name, said(error), ok=False)
+        yield Row(name, error_summary(error), ok=False)
 
 
 def rows_of_each(names: Iterable[str], rows_of: Callable[[str], Iterator[Row]]) -> Iterator[Row]:
@@ -89,12 +86,12 @@ def require_same(name: str, got: Any, want: Any) -> None:
         assert got == want, f"{name}: {got} {want}"
 
 
-def bits_row(name: str, comparisons: Iterable[tuple[str, bool]], note: str = "") -> Row:
+def bits_row(name: str, comparisons: Iterable[tuple[str, bool]]) -> Row:
     """Comparisons in words, and whether each had the same bits."""
     checked = list(comparisons)
     other = [what for what, equal in checked if not equal]
     found = f"other bits: {'; '.join(map(str, other))}" if other else f"{len(checked)} equal"
-    return Row(name, found, note, ok=not other)
+    return Row(name, found, ok=not other)
 
 
 def company_bits(
@@ -116,9 +113,7 @@ def answers_row(name: str, found: Sequence[Any], want: Sequence[Any], note: str 
     return Row(name, text, note, ok and not wrong)
 
 
-def level_row(
-    engine: Engine, work: Callable[[], Any], rounds: int, held: Callable[[], Sequence[int]], name: str = "memory"
-) -> Row:
+def level_row(engine: Engine, work: Callable[[], Any], rounds: int, held: Callable[[], Sequence[int]]) -> Row:
     """`work` until `rounds` ran: it gives what it gave first, and in the second half nothing of `held` grows."""
     first, begin = work(), time.perf_counter()
     levels, same = [held()], True
@@ -129,4 +124,4 @@ def level_row(
     grown = [last - middle for last, middle in zip(half[-1], half[0], strict=True)]
     found = f"{grown} more in the second half; answers {'as at first' if same else 'CHANGED'}"
     seconds = f"{time.perf_counter() - begin:.0f} s"
-    return Row(f"{name} over {engine.stats().batches} rounds", found, seconds, same and max(grown, default=0) <= 0)
+    return Row(f"memory over {engine.stats().batches} rounds", found, seconds, same and max(grown, default=0) <= 0)

@@ -4,7 +4,7 @@ A message is one sentence. `shown` formats a value for it.
 """
 
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any
@@ -103,8 +103,11 @@ _short = _Short()
 
 def shown(value: object) -> str:
     """Format a value for a message: never a printed tensor, module or long list."""
-    text = " ".join(_short.repr(value).split())
-    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+    return clipped(" ".join(_short.repr(value).split()), MAX_SHOWN)
+
+
+def clipped(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else text[:max_chars] + "..."
 
 
 def require_one_of(name: str, value: object, known: Iterable[str]) -> None:
@@ -155,6 +158,17 @@ def is_fault(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
+@contextmanager
+def faults_go_to(handle: Callable[[BaseException], object]) -> Iterator[None]:
+    """Give a fault of the block (`is_fault`) to `handle`, which may raise another error. Other errors are raised."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        handle(error)
+
+
 def name_row(error: BaseException, row: int) -> BaseException:
     """Returns the error, marked with a row of the request table. Raised in a step, it ends only the request of that
     row. An error that is no fault (`is_fault`) is not marked."""
@@ -179,11 +193,11 @@ def error_summary(error: BaseException) -> str:
     return kind if line == kind else f"{kind}: {line}"
 
 
-def first_line(error: BaseException, max_chars: int = 200) -> str:
+def first_line(error: BaseException) -> str:
     """The first sentence of another library's message, shortened. A first line that ends in a colon is joined with the
     next."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     line = " ".join([lines[0], *(each.strip() for each in lines[1:2] if lines[0].endswith(":"))])
     if isinstance(error, KeyError) and " " not in line:
         line = f"{type(error).__name__}: {line}"
-    return line if len(line) <= max_chars else line[:max_chars] + "..."
+    return clipped(line, 200)

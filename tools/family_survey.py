@@ -38,7 +38,7 @@ from transformers.models.auto.auto_factory import _LazyAutoMapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, error_summary
 from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
 
@@ -87,7 +87,6 @@ SIZES = {
 SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
 DERIVED = {"layer_types", "mlp_layer_types", "architectures", "transformers_version", "dtype", "torch_dtype"}
 """Left to the class: it derives them from the small numbers."""
-IDENTITY = {"model_type"}
 
 
 class Result(NamedTuple):
@@ -123,7 +122,7 @@ def _small(full: dict[str, Any], variant: Variant) -> dict[str, Any]:
         if isinstance(value, dict):
             if key.endswith(("config", "encoder", "decoder", "generator")) and "quantization" not in key:
                 small[key] = _small(value, variant)
-        elif key in IDENTITY and value is not None:
+        elif key == "model_type" and value is not None:
             small[key] = value
         elif key in DERIVED:
             continue
@@ -206,7 +205,7 @@ def survey(model: PreTrainedModel) -> Result:
     try:
         truths = [own_tokens(model, prompt) for prompt in prompts]
     except Exception as error:
-        truths, own_fault = [], one_line(error)
+        truths, own_fault = [], error_summary(error)
     try:
         target = TargetModel(model)
     except SpecDecError as error:
@@ -229,20 +228,16 @@ def survey(model: PreTrainedModel) -> Result:
     return Result("equal", f"{[*targets][-1]}, {distinct} distinct tokens, {target.logit_rule}")
 
 
-def one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
-
-
 def attempt(kind: type[PreTrainedConfig], model_class: type[PreTrainedModel], *, windows: bool) -> Result:
     try:
         with time_limit(SECONDS):
             try:
                 model = build(kind, model_class, windows=windows)
             except Exception as error:
-                return Result("unbuilt", one_line(error))
+                return Result("unbuilt", error_summary(error))
             return survey(model)
     except Exception as error:
-        return Result("crashed", one_line(error))
+        return Result("crashed", error_summary(error))
 
 
 @contextmanager

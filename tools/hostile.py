@@ -79,7 +79,7 @@ class Client:
     async def status(self, raw: bytes, *, end: bool = False) -> str:
         return status(await self.answer(raw, end=end))
 
-    async def held(self, *pieces: bytes, every: float = 0.3) -> str:
+    async def held(self, *pieces: bytes) -> str:
         """Send a piece now and then, the last one again and again, until the server closes or the time is over."""
         began = time.monotonic()
         async with self.connected() as (reader, writer):
@@ -90,7 +90,7 @@ class Client:
                     writer.write(pieces[min(step, len(pieces) - 1)] if pieces else b"")
                     await writer.drain()
                 step += 1
-                await asyncio.wait({answer}, timeout=every)
+                await asyncio.wait({answer}, timeout=0.3)
             took = time.monotonic() - began
             if not answer.done():
                 answer.cancel()

@@ -84,18 +84,14 @@ class DoesNotApplyError(Exception):
     """No edit of a mutant is found exactly once."""
 
 
-def read_mutants(folder: Path = LISTS) -> list[Mutant]:
-    """All mutants of the lists in `folder`. Raises ValueError for one that is not whole."""
-    mutants = [_mutant(entry) for file in sorted(folder.glob("*.toml")) for entry in _entries(file)]
+def read_mutants() -> list[Mutant]:
+    """All mutants of the lists. Raises ValueError for one that is not whole."""
+    tables = (tomllib.loads(file.read_text("utf-8")) for file in sorted(LISTS.glob("*.toml")))
+    mutants = [_mutant(entry) for table in tables for entry in table["mutant"]]
     twice = [name for name, times in Counter(mutant.name for mutant in mutants).items() if times > 1]
     if twice:
         raise ValueError(f"mutants {', '.join(twice)} are in the lists twice")
     return mutants
-
-
-def _entries(file: Path) -> list[dict[str, Any]]:
-    entries: list[dict[str, Any]] = tomllib.loads(file.read_text("utf-8"))["mutant"]
-    return entries
 
 
 def _mutant(entry: Mapping[str, Any]) -> Mutant:

@@ -151,7 +151,7 @@ class Copy:
         answer = json.loads(self._forks.stdout.readline())
         if answer["status"] is None:
             return Run(TIMED_OUT, reason=f"no end after {seconds:.0f} s", output=answer["output"])
-        return Run(answer["status"], *first_failure(answer["output"]), answer["output"])
+        return Run(answer["status"], *(failures(answer["output"]) or [("", "")])[0], answer["output"])
 
     def close(self) -> None:
         if self._forks is not None:
@@ -168,10 +168,6 @@ def failures(output: str) -> list[tuple[str, str]]:
     """The tests that failed, and why, out of pytest's summary."""
     found = (re.match(r"(?:FAILED|ERROR) (\S+?::.*?)(?: - (.*))?$", line) for line in output.splitlines())
     return [(match[1], (match[2] or "").strip()) for match in found if match]
-
-
-def first_failure(output: str) -> tuple[str, str]:
-    return next(iter(failures(output)), ("", ""))
 
 
 class Runner:

@@ -19,8 +19,9 @@ none included; all must give what plain decoding of each alone gives. Chains hav
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import cycle
 from typing import Any
+from unittest.mock import patch
 
 from bench.device import DEVICE, ON_CPU  # isort: skip - before triton
 import numpy as np
@@ -28,7 +29,17 @@ import torch
 
 from bench.plants import FIRST_TEXT, KnownTexts, RandomText, change_drafts
 from bench.report import Row
-from bench.subjects import OPERATIONS, answers, engine_of, few_layers, mixed_params, pair_of, prompts_of, subject_of
+from bench.subjects import (
+    OPERATIONS,
+    answers,
+    engine_of,
+    few_layers,
+    mixed_params,
+    pair_of,
+    prompts_of,
+    read_answers,
+    subject_of,
+)
 from bench.verify import answers_row
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.lookup import ModelAndLookup, SuffixDrafter
@@ -104,19 +115,6 @@ def forget(engine: Engine) -> None:
     engine.steps.draft_policy.times.update(timed)
 
 
-def choose_always(engine: Engine, choose: Callable[..., Any]) -> Callable[[], None]:
-    """Every round has the draft that `choose` gives -> what takes that back."""
-    choice = engine.steps.draft_policy
-    assert choice is not None
-    before = choice.choose
-    choice.choose = choose  # type: ignore[method-assign]
-
-    def back() -> None:
-        choice.choose = before  # type: ignore[method-assign]
-
-    return back
-
-
 def compared_row(case: str, right: str, plain: Engine, engine: Engine, measure: Measure, scale: float) -> Row:
     """Plain decoding, every draft of the engine always, and its own choice."""
 
@@ -131,9 +129,8 @@ def compared_row(case: str, right: str, plain: Engine, engine: Engine, measure: 
         measure(each)
     first, fixed = measure(plain), []
     for shape in choice.shapes:
-        back = choose_always(engine, lambda *_, shape=shape, **__: shape)
-        fixed.append(in_rounds())
-        back()
+        with patch.object(choice, "choose", lambda *_, shape=shape, **__: shape):
+            fixed.append(in_rounds())
     measured = []
     for _ in range(2):
         forget(engine)
@@ -237,8 +234,7 @@ def tokens_rows(drafters: Sequence[str]) -> Iterator[Row]:
             uncaptured = after.captures.uncaptured_rounds - before.captures.uncaptured_rounds
             note = f"{after.acceptance_length:.2f} tokens a round, {'/'.join(map(str, rounds))} rounds by draft"
             note += f", {uncaptured} rounds not captured, {time.perf_counter() - begin:.0f} s"
-            found = [(out.token_ids, out.logprobs) for out in outputs]
-            return answers_row(what, found, want, note, ok=ON_CPU or uncaptured == 0)
+            return answers_row(what, read_answers(outputs), want, note, ok=ON_CPU or uncaptured == 0)
 
         for spec in specs:
             title = f"{name}, {'chain of 4' if spec.topk == 1 else f'tree of {spec.num_nodes}'}"
@@ -247,7 +243,8 @@ def tokens_rows(drafters: Sequence[str]) -> Iterator[Row]:
                 yield row(f"{title}, fixed", engine)
             with engine_of(pair.target, drafter, spec, **sizes) as engine:
                 yield row(f"{title}, adaptive", engine)
-                assert engine.steps.draft_policy is not None
-                shapes, turn = engine.steps.draft_policy.shapes, count()
-                choose_always(engine, lambda *_, shapes=shapes, turn=turn, **__: shapes[next(turn) % len(shapes)])
-                yield row(f"{title}, in turn", engine)
+                choice = engine.steps.draft_policy
+                assert choice is not None
+                shapes = cycle(choice.shapes)
+                with patch.object(choice, "choose", lambda *_, shapes=shapes, **__: next(shapes)):
+                    yield row(f"{title}, in turn", engine)

@@ -148,7 +148,7 @@ def checked_tiles(kernel: str) -> tuple[Any, ...]:
     return None, *OTHER_TILES.get(kernel, ())
 
 
-def error_of(kernel: str, shape: Shape, dtype: torch.dtype, tiles: Any = None) -> float:
+def error_of(kernel: str, shape: Shape, dtype: torch.dtype, tiles: Any) -> float:
     run, reference = KERNELS[kernel]({**shape, "dtype": dtype})
     poison()
     return distance(run(tiles=tiles), reference())

@@ -60,8 +60,8 @@ PROMPT_BOUND = 1.5
 
 def company_rows(shapes: Sequence[str], devices: int, companies: int, kv_dtype: str) -> Iterator[Row]:
     """Answers of each request alone on one device, and in every company; companies: how many of them."""
-    for pair in shapes:
-        yield from _companies(pair, devices, companies, kv_dtype)
+    for name in shapes:
+        yield from _companies(name, devices, companies, kv_dtype)
 
 
 def _companies(name: str, devices: int, count: int, kv_dtype: str) -> Iterator[Row]:

@@ -11,6 +11,7 @@ Bits are the case `bits`, with `--shapes`. Each part stays within ten minutes on
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from statistics import mean
 from typing import Any
@@ -25,7 +26,6 @@ from bench.report import Row
 from bench.subjects import OPERATIONS, answers, engine_of, pair_of, prompts_of, round_ms, subject_of
 from bench.verify import answers_row, rows_of_each
 from specdec.config import SamplingParams, SpecConfig
-from specdec.gpu.operations import Operations
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.description.families import FAMILIES
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
@@ -73,27 +73,26 @@ def adaptive_rows(
         yield row
 
 
-class CountedRouting:
-    """Runs routers as they are and counts the distinct experts that each forward of a layer reads."""
+@contextmanager
+def counted_experts(decoder: FusedDecoder) -> Iterator[list[int]]:
+    """Inside, routers run as they are, and the distinct experts that each forward of a layer reads are counted."""
+    counts: list[int] = []
+    own_route, own_both = decoder.ops(route), decoder.ops(mlp_and_experts)
 
-    def __init__(self, ops: Operations) -> None:
-        self.counts: list[int] = []
-        own_route, own_both = ops(route), ops(mlp_and_experts)
+    def counted_route(x: torch.Tensor, router: Router, **options: Any) -> Routing:
+        routing = own_route(x, router, **options)
+        counts.append(len(routing.experts.unique()))
+        return routing
 
-        def counted_route(x: torch.Tensor, router: Router, **options: Any) -> Routing:
-            routing = own_route(x, router, **options)
-            self.counts.append(len(routing.experts.unique()))
-            return routing
+    def counted_both(inputs: Any, mlp: Any, router: Router, experts: Any) -> Any:
+        counted_route(inputs.router, router)
+        return own_both(inputs, mlp, router, experts)
 
-        def counted_both(inputs: Any, mlp: Any, router: Router, experts: Any) -> Any:
-            counted_route(inputs.router, router)
-            return own_both(inputs, mlp, router, experts)
-
-        self.ops = ops.replacing({route: counted_route, mlp_and_experts: counted_both})
-
-    def count_in(self, decoder: FusedDecoder) -> None:
+    ops = decoder.ops.replacing({route: counted_route, mlp_and_experts: counted_both})
+    with ExitStack() as patches:
         for layer in decoder.layers:
-            layer.ops = self.ops  # type: ignore[assignment]
+            patches.enter_context(mock.patch.object(layer, "ops", ops))
+        yield counts
 
 
 def routing_rows(routed: Sequence[str], requests: int, context: int, layers: int) -> Iterator[Row]:
@@ -116,22 +115,17 @@ def _routed(name: str, pair: Any, kind: str, spec: SpecConfig, how: str, prompts
         took = round_ms(engine, prompts)
     decoder = pair.target.decoder
     assert isinstance(decoder, FusedDecoder), pair.target.unfused
-    counted = CountedRouting(decoder.ops)
     with engine_of(pair.target, pair.drafter(kind), spec, cuda_graphs=False, **size) as engine:
         with engine.prompts_only():
             handles = engine.submit_many(list(prompts), SamplingParams(max_new_tokens=6, ignore_eos=True))
             while not all(handle.num_output for handle in handles):  # `step` has work left: the rounds
                 engine.step()
-        try:
-            counted.count_in(decoder)
+        with counted_experts(decoder) as counts:
             while engine.step():
                 pass
-        finally:
-            for layer in decoder.layers:
-                layer.ops = decoder.ops  # type: ignore[assignment]
-    read = f"{mean(counted.counts):.1f} experts a layer" if counted.counts else "no experts"
+    read = f"{mean(counts):.1f} experts a layer" if counts else "no experts"
     what = "plain step" if kind == "none" else f"round of {spec.num_steps} drafts"
-    return Row(f"{name}, {len(prompts)} requests {how}, {what}", read, f"{took:.3f} ms", ok=bool(counted.counts))
+    return Row(f"{name}, {len(prompts)} requests {how}, {what}", read, f"{took:.3f} ms", ok=bool(counts))
 
 
 def unfused_rows(without: Sequence[str], few_layers: int, tokens: int) -> Iterator[Row]:

@@ -17,9 +17,10 @@ import gc
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 from bench.device import ON_CPU  # isort: skip - before triton
 import triton
@@ -40,15 +41,9 @@ Load = tuple[int, int]
 """Tokens of a prompt, and how many prompts at once."""
 
 
-@contextmanager
-def every_state() -> Iterator[None]:
+def every_state() -> AbstractContextManager[Any]:
     """Inside, engines read every final state of a prompt, not the fewest."""
-    fewest = DeviceState.states_needed
-    DeviceState.states_needed = lambda self, *, scored, ends_prompt: StatesNeeded.EVERY  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        DeviceState.states_needed = fewest  # type: ignore[method-assign]
+    return patch.object(DeviceState, "states_needed", lambda *_, **__: StatesNeeded.EVERY)
 
 
 def prompt_engine(target: TargetModel, batch: int, longest: int, **config: Any) -> Engine:
@@ -58,8 +53,8 @@ def prompt_engine(target: TargetModel, batch: int, longest: int, **config: Any) 
 
 def loads_of(loads: Sequence[str]) -> dict[str, Load]:
     """Parse "2048" or "16x128"."""
-    parts = {str(load): str(load).split("x") for load in loads}
-    return {load: (int(part[-1]), int(part[0]) if len(part) > 1 else 1) for load, part in parts.items()}
+    parts = {str(load): str(load).rpartition("x") for load in loads}
+    return {load: (int(length), int(count or 1)) for load, (count, _, length) in parts.items()}
 
 
 def bits_rows(lengths: Sequence[int]) -> Iterator[Row]:

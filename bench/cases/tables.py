@@ -56,37 +56,36 @@ def random_table(context: int, page_size: int, seed: int, retain: int = RETAIN) 
 
 
 def page_tables(page_sizes: Sequence[int], small: bool) -> Named:
-    """Odd lengths, the padding row, widths of all kinds; with 0 past each prefix, where pages are undefined."""
-    rows = torch.tensor([3, 0, BATCH, 1, 7], device=DEVICE)
+    """Odd lengths, the padding row, widths of all kinds."""
     cases = [([0, 1, 99, 63, 127], 1, 1), ([16, 15, 0, 17, 4999], 64, 33), ([5000, 4097, 7, 1025, 1026], 16, RETAIN)]
     for page_size in page_sizes:
         for lengths, nodes, retain in cases[: 1 if small else None]:
-            table = random_table(5000, page_size, page_size, retain)
-            length = torch.tensor(lengths, device=DEVICE)
-            real = length.masked_fill(rows == BATCH, 0)  # the row of padding
-
-            def held(tables: PageTables, real: torch.Tensor = real, size: int = page_size) -> PageTables:
-                def pages_of(group: GroupId) -> torch.Tensor:
-                    pages = tables.tables[group]
-                    first = tables.start[group][:, None] + torch.arange(pages.shape[1], device=DEVICE) * size
-                    return torch.where(first < real[:, None], pages, 0)
-
-                return tables._replace(tables=ByGroup(tuple(pages_of(group) for group, _ in tables.tables.items())))
-
             for width in (-(-5000 // page_size), 0, 16):
-                inputs = table, Rows(rows, width * page_size), length, nodes
-                run, reference = (
-                    lambda build=build, a=inputs, held=held: held(build(*a))
-                    for build in (build_page_tables, reference_build_page_tables)
-                )
                 name = f"page table, pages of {page_size}, {nodes} nodes, width {width}"
-                yield name, lambda _, run=run, reference=reference: Call(run, reference)
+                yield name, partial(page_table_call, page_size, lengths, nodes, retain, width)
 
 
-def stores(small: bool) -> Named:
+def page_table_call(page_size: int, lengths: list[int], nodes: int, retain: int, width: int, seed: int) -> Call:
+    """With 0 past each prefix, where pages are undefined."""
+    rows, length = torch.tensor([3, 0, BATCH, 1, 7], device=DEVICE), torch.tensor(lengths, device=DEVICE)
+    inputs = random_table(5000, page_size, page_size, retain), Rows(rows, width * page_size), length, nodes
+    real = length.masked_fill(rows == BATCH, 0)[:, None]  # the row of padding
+
+    def held(tables: PageTables) -> PageTables:
+        def pages_of(group: GroupId) -> torch.Tensor:
+            pages = tables.tables[group]
+            first = tables.start[group][:, None] + torch.arange(pages.shape[1], device=DEVICE) * page_size
+            return torch.where(first < real, pages, 0)
+
+        return tables._replace(tables=ByGroup(tuple(pages_of(group) for group, _ in tables.tables.items())))
+
+    return Call(lambda: held(build_page_tables(*inputs)), lambda: held(reference_build_page_tables(*inputs)))
+
+
+def stores() -> Named:
     for heads, dim, dtype in ((2, 256, torch.bfloat16), (4, 512, torch.bfloat16), (3, 5, torch.float32)):
         dtype = torch.float32 if ON_CPU else dtype
-        yield f"store_kv, {heads} x {dim}, {dtype}", partial(store_call, 77, heads, dim, dtype, 2, 501)
+        yield f"store_kv, {heads} x {dim}, {dtype}", partial(store_call, 77, heads, dim, dtype, 501)
         yield f"move_kv, {heads} x {dim}, {dtype}", partial(move_call, 77, heads, dim, dtype, 3, 501)
 
 
@@ -94,7 +93,7 @@ def random_pools(count: int, size: int, heads: int, dim: int, dtype: torch.dtype
     return [torch.randn(size, heads, dim, device=DEVICE).to(dtype) for _ in range(count)]
 
 
-def store_call(rows: int, heads: int, dim: int, dtype: torch.dtype, count: int, size: int, seed: int) -> Call:
+def store_call(rows: int, heads: int, dim: int, dtype: torch.dtype, size: int, seed: int) -> Call:
     k = torch.randn(1, heads, rows, dim, device=DEVICE).to(dtype)[0].transpose(0, 1)
     v = torch.randn(rows, 2 * heads, dim, device=DEVICE).to(dtype)[:, ::2]
     slots = PrimaryLoc(1 + torch.randperm(size - 1, device=DEVICE)[:rows])
@@ -246,7 +245,7 @@ def check_rows(page_sizes: Sequence[int], small: bool) -> Iterator[Row]:
     yield from check_calls(page_tables(page_sizes, small))
     triton.knobs.runtime.jit_post_compile_hook = None
     yield Row("page tables: variants compiled over all lengths, widths and node counts", str(len(compiled)))
-    yield from check_calls([*stores(small), *trees(small), *rounds(page_sizes, small)])
+    yield from check_calls([*stores(), *trees(small), *rounds(page_sizes, small)])
 
 
 def times_rows(page_sizes: Sequence[int], contexts: Sequence[int]) -> Iterator[Row]:
@@ -267,7 +266,7 @@ def times_rows(page_sizes: Sequence[int], contexts: Sequence[int]) -> Iterator[R
             yield Row(name, found, f"{whole:.2f} us, {rest:.2f} us with a prefix of one page", not found)
     dtype = torch.float32 if ON_CPU else torch.bfloat16
     timed: list[tuple[str, Make]] = [
-        ("store_kv, 128 rows of 2 x 256", partial(store_call, 128, 2, 256, dtype, 2, 20000)),
+        ("store_kv, 128 rows of 2 x 256", partial(store_call, 128, 2, 256, dtype, 20000)),
         ("move_kv, 32 rows in 60 pools of 2 x 256", partial(move_call, 32, 2, 256, dtype, 60, 2000)),
         *((f"select, topk {k}, {k} levels, {n} nodes", partial(select_call, k, k, n)) for k, n in ((4, 16), (8, 64))),
         *((f"expand, topk {topk}, 15 levels at once", partial(expand_call, topk, 15, True)) for topk in (4, 8)),

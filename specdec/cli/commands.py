@@ -245,7 +245,8 @@ class RecipeOptions:
 
 
 def show_models(options: "ListOptions") -> None:
-    options.require_used()
+    if not options.memory and options != ListOptions(json_file=options.json_file):
+        raise ConfigError("specdec models takes --json alone, or --memory with a pair and its sizes; add --memory")
     (action("memory_pages", "show_memory") if options.memory else action("list_pairs", "list_pairs"))(options)
 
 
@@ -262,8 +263,3 @@ class ListOptions(PairOptions):
     max_model_len: int | None = option(None, "Longest prompt and output in tokens; default: the model's own.", min=1)
     page_size: int = option(1, "K/V slots per page.", min=1)
     json_file: JsonFile = None
-
-    def require_used(self) -> None:
-        """Raises ConfigError if an option needs --memory and it is missing."""
-        if not self.memory and self != ListOptions(json_file=self.json_file):
-            raise ConfigError("specdec models takes --json alone, or --memory with a pair and its sizes; add --memory")

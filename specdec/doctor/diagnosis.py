@@ -45,7 +45,6 @@ class Acceptance:
 
     @property
     def length(self) -> float:
-        """Mean over the prompts."""
         return mean(self.lengths)
 
     @classmethod
@@ -161,7 +160,6 @@ class Diagnosis:
         return not self.findings
 
     def as_json(self) -> dict[str, Any]:
-        """All fields, as JSON types."""
         record = asdict(self)
         del record["acceptance"]
         return record | {

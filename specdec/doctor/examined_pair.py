@@ -51,7 +51,6 @@ class ExaminedPair:
         return getattr(self.tokenizer, "chat_template", None) is not None
 
     def prompt_ids(self) -> list[list[int]]:
-        """Token ids of each prompt."""
         read = partial(self.engine.chat_prompt, **self.template) if self.chat else self.engine.encode
         return [read(prompt) if isinstance(prompt, str) else list(prompt) for prompt in self.prompts]
 

@@ -45,7 +45,6 @@ def final_number(text: str) -> Decimal | None:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number anywhere in the text."""
     found = ANY_NUMBER.findall(text)
     return _value(*found[-1]) if found else None
 
@@ -152,11 +151,9 @@ def _share(right: Sequence[bool]) -> dict[str, Any]:
 
 
 def _compare(records: Sequence[Record]) -> dict[str, Any]:
-    unequal: list[Record] = []
-    for record in records:
-        if record["parting"]:
-            turn = {"turn": record["turn"]} if record["turn"] else {}
-            unequal.append({"problem": record["index"], **turn, **record["parting"]})
+    parted = [record for record in records if record["parting"]]
+    turns = [{"turn": record["turn"]} if record["turn"] else {} for record in parted]
+    unequal = [{"problem": each["index"], **turn, **each["parting"]} for each, turn in zip(parted, turns, strict=True)]
     return {"equal": len(records) - len(unequal), "unequal": unequal}
 
 
@@ -273,7 +270,6 @@ def accuracy_title(report: Report) -> str:
     return f"{settings['task']}, {settings['problems']} problems: {pair}\n{', '.join(found)}"
 
 
-def _first_run(report: Report) -> dict[str, Any]:
+def _first_run(report: Report) -> Any:
     """The run with a drafter, if there is one: only it has acceptance by position."""
-    run: dict[str, Any] = next(iter(report["runs"].values()))
-    return run
+    return next(iter(report["runs"].values()))

@@ -96,7 +96,6 @@ def load_data(name: str, data: str) -> tuple[str, list[Problem]]:
 
 
 def _file_in(name: str, folder: Path) -> Path:
-    """Path of the data set's file in a folder."""
     subs = dict.fromkeys((name.replace("-", "_"), name, ""))
     known = [folder / sub / file for sub in subs for file in DATA_SETS[name].files]
     found = next((path for path in known if path.is_file()), None)
@@ -143,8 +142,7 @@ def _problem(name: str, row: Mapping[str, Any], where: str) -> Problem:
 def _user_turn(message: Any, where: str) -> str:
     if not isinstance(message, dict) or message.get("role") != "user" or not isinstance(message.get("content"), str):
         raise ConfigError(f"{where}: 'messages' holds one that is not a user's text; only user turns are read")
-    text: str = message["content"]
-    return text
+    return str(message["content"])
 
 
 EXEMPLARS = read_prompts(BUNDLED_DIR / "gsm8k_exemplars.jsonl")

@@ -337,8 +337,7 @@ def pick_dtype(dtype: torch.dtype | None, device: torch.device, config: Any) -> 
         return dtype
     if device.type == "cpu":
         return torch.float32
-    stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    stored = as_dtype(stored)
+    stored = as_dtype(getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None))
     return stored if isinstance(stored, torch.dtype) else torch.bfloat16
 
 

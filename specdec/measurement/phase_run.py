@@ -15,7 +15,7 @@ from torch import nn
 from specdec.config import EngineConfig, SpecConfig
 from specdec.draft_models.base import Drafter
 from specdec.engine import Engine
-from specdec.errors import CapacityError, ConfigError, first_line
+from specdec.errors import CapacityError, ConfigError, error_summary, first_line
 from specdec.kvcache.layout import KEEP_ALL
 from specdec.measurement.conditions import conditions
 from specdec.measurement.memory_floor import draft_bytes, read_bandwidth, step_bytes
@@ -218,6 +218,6 @@ def _peer_cells(subject: BenchSubject, plan: Plan, read: float, batch: int, cont
             cell.rounds, cell.ms = len(seconds), {"round": Spread.of(seconds)} if seconds else {}
             cell.note = "" if seconds else "no figure: it ended before its first step was over"
         except Exception as error:  # a peer may fail in many ways, and the benchmark goes on
-            cell.note = f"no figure: {type(error).__name__}: {first_line(error)}"
+            cell.note = f"no figure: {error_summary(error)}"
         yield cell
         torch.cuda.empty_cache()

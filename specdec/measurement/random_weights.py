@@ -147,7 +147,7 @@ def _packed_module(parent: nn.Module, child: nn.Module, form: RandomPacking, mak
 
 
 def target_on_meta(
-    shape: ModelShape, shrink: Shrink, dtype: torch.dtype, form: RandomPacking | None = None
+    shape: ModelShape, shrink: Shrink, dtype: torch.dtype, form: RandomPacking | None
 ) -> PreTrainedModel:
     """The target on `meta`, where nothing is allocated. form: of its layers; all else is in `dtype`."""
     model: PreTrainedModel = build_model(shape.target(shrink), META, dtype)
@@ -313,9 +313,9 @@ def random_subject(
     shape: ModelShape,
     drafts: Mapping[str, SpecConfig | None],
     *,
-    weights: str | None = None,
-    layers: int | None = None,
-    divisor: int = 1,
+    weights: str | None,
+    layers: int | None,
+    divisor: int,
     config: EngineConfig,
     assumed: Sequence[float] = (),
     seed: int = 0,

@@ -70,7 +70,6 @@ def first_difference(ours: Sequence[int], reference: Sequence[int]) -> int | Non
 
 
 def stats_of(records: Sequence[Record], name: str) -> list[RequestStats]:
-    """Statistics of one run's requests."""
     return [RequestStats(**record["runs"][name]["stats"]) for record in records]
 
 

@@ -73,7 +73,9 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: 
         uncaptured += engine.stats().captures.uncaptured_rounds
         tokens += sum(handle.num_output for handle in handles)
         if profiled and device.type == "cuda":
-            idle = gaps_within_rounds(engine)
+            # the profiler delays launches, so gaps between rounds are taken from the rounds without it, below
+            spans = profiled_spans(lambda: step_rounds(engine, PROFILED), device)
+            idle = gaps_between_stamps(spans, len(DECODE_STAGES) + 1)
         assert not any(handle.finished for handle in handles), "a request ended while it was timed"
         outputs = [delta.token_ids for handle in handles if (delta := handle.read()) is not None]
     finally:
@@ -105,16 +107,6 @@ def round_time(before: RowTotals, settled: RowTotals, batch: int, waited: float 
     draft, verify, other = (batch * share for share in settled.shares)
     busy = draft + verify + other if waited is None else waited
     return RoundTime(wall, draft, verify, other, max(0.0, wall - busy))
-
-
-def gaps_within_rounds(engine: Engine) -> float:
-    """Seconds per round without a kernel between its first and last stamp, over some rounds under the profiler.
-
-    Gaps between rounds are not taken from here, since the profiler itself delays launches: `drive` adds the wall time
-    of rounds without the profiler, minus their stages.
-    """
-    spans = profiled_spans(lambda: step_rounds(engine, PROFILED), engine.target.device)
-    return gaps_between_stamps(spans, len(DECODE_STAGES) + 1)
 
 
 def profiled_spans(work: Callable[[], object], device: torch.device) -> list[Span]:

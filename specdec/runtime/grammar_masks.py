@@ -1,11 +1,12 @@
 """Masks and forced tokens of grammars, computed on the host before a step and between a round's programs."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
-from specdec.errors import is_fault
+from specdec.errors import faults_go_to
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.launches import HostCopy
 from specdec.runtime.request import Request, RequestState
@@ -25,15 +26,11 @@ def prepare_masks(requests: Sequence[Request]) -> list[Request]:
         return []
     compute_masks([request.grammar_state for request in guided])
     for request in guided:
-        try:
+        with faults_go_to(partial(request.fail, "grammar")):
             assert request.grammar_state is not None
             request.grammar_state.mask  # noqa: B018 - made once, and kept there
             if request.state is RequestState.DECODE:
                 request.forced  # noqa: B018
-        except BaseException as error:
-            if not is_fault(error):
-                raise
-            request.fail("grammar", error)
     return guided
 
 

@@ -96,10 +96,10 @@ class Launch:
     def is_round(self) -> bool:
         return self.drawing is None
 
-    def requests_that_advance(self) -> list[Request]:
-        """Present requests that are certain to get a token."""
-        batch = self.batch
-        return [batch.requests[i] for i in batch.present() if self.drawing is None or i in self.drawing]
+    @property
+    def brings_a_token(self) -> bool:
+        """Is a present request certain to get a token?"""
+        return any(self.drawing is None or i in self.drawing for i in self.batch.present())
 
     def result(self) -> RoundResult:
         """The result for all requests of a round, or for those that draw after prompt chunks. Waits for the device."""
@@ -160,7 +160,7 @@ class Launches:
         busy: the device has other work, a round or the prompt chunks of this step or the next. Without it
         the device would idle until the next step, so a launch that brings a token is settled now.
         """
-        advances = not busy and any(launched.requests_that_advance() for launched in self.unsettled)
+        advances = not busy and any(launched.brings_a_token for launched in self.unsettled)
         return self.settle_all(left=int(self._captured and not advances))
 
     def settle_all(self, left: int = 0) -> list[Request]:

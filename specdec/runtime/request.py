@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
 from specdec.config import SamplingParams, SpecConfig
-from specdec.errors import RequestFailedError, SpecDecError, error_summary, is_fault
+from specdec.errors import RequestFailedError, SpecDecError, error_summary, faults_go_to, is_fault
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.prompts.prompt_scores import PromptLogProbs
 from specdec.runtime.request_output import GenerationOutput, RequestStats, RowTotals, StreamDelta
@@ -298,12 +298,8 @@ class Request:
         settled, first = self.settled, len(self.prompt)
         end, finished = settled.num_tokens, bool(settled.finish_reason)
         new = slice(first + start, end)
-        try:
+        with faults_go_to(_raise_failed):
             text = reader.stream(TokenView(self._tokens, first, end), self.stops, finished=finished)
-        except BaseException as error:
-            if not is_fault(error):
-                raise
-            raise _failed("tokenizer", error) from error
         return StreamDelta(
             text,
             self._tokens[new],
@@ -314,12 +310,8 @@ class Request:
 
     def output(self, reader: Detokenizer | None = None) -> GenerationOutput:
         """The whole output. Raises RequestFailedError if the tokenizer raises."""
-        try:
+        with faults_go_to(_raise_failed):
             text = (reader or self.detokenizer).final_text(self.output_ids, self.stops)
-        except BaseException as error:
-            if not is_fault(error):
-                raise
-            raise _failed("tokenizer", error) from error
         return GenerationOutput(
             prompt_token_ids=list(self.prompt),
             token_ids=self.output_ids,
@@ -346,3 +338,7 @@ def restricted(requests: Sequence[Request]) -> list[Request]:
 def _failed(called: str, error: BaseException) -> RequestFailedError:
     """Make the error without the original exception, whose frames hold tensors."""
     return RequestFailedError(f"the {called} raised an error in this request: {error_summary(error)}")
+
+
+def _raise_failed(error: BaseException) -> NoReturn:
+    raise _failed("tokenizer", error) from error

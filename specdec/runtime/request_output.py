@@ -141,7 +141,6 @@ class RowTotals:
         return new
 
     def of_row(self, row: int) -> RequestStats:
-        """Sums of one row."""
         sums = self._sums[row].tolist()
         accepted, drafted = self._by_depth[:, row, : np.count_nonzero(self._by_depth[1, row])].tolist()
         counts = dict(zip(COUNTS, map(int, sums), strict=False))

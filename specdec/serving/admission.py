@@ -23,7 +23,7 @@ from specdec.errors import CapacityError, ConfigError, QueueFullError
 class Admission:
     """Places for `rows` requests that run and `max_waiting` that wait. per_client: 0, no limit."""
 
-    def __init__(self, rows: int, max_waiting: int, per_client: int = 0) -> None:
+    def __init__(self, rows: int, max_waiting: int, per_client: int) -> None:
         self.max_places = rows + max_waiting
         self._rows = rows
         self._max_waiting = max_waiting
@@ -35,13 +35,13 @@ class Admission:
     def num_open(self) -> int:
         return self._places_of.total()
 
-    def take_places(self, count: int, client: str = "") -> None:
+    def take_places(self, count: int, client: str) -> None:
         """Take `count` places. Raises QueueFullError if fewer are free, or if the client would exceed its limit."""
         with self._lock:
             self.require(count, client)
             self._places_of[client] += count
 
-    def give_back(self, count: int, client: str = "") -> None:
+    def give_back(self, count: int, client: str) -> None:
         """Return the places of ended requests."""
         with self._lock:
             self._places_of -= Counter({client: count})  # without clients that have none
@@ -53,7 +53,7 @@ class Admission:
         """Observer method: an ended request returns its place."""
         self.give_back(1, sample.owner.client)
 
-    def require(self, count: int, client: str = "") -> None:
+    def require(self, count: int, client: str) -> None:
         """Raise ConfigError if there can never be as many places, QueueFullError if there are fewer now."""
         many = f"{count} samples at once are more than the"
         if self._per_client and count > self._per_client:

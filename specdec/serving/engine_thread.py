@@ -136,7 +136,6 @@ class EngineThread:
         return not self._stopping
 
     def _run_step(self) -> None:
-        """Run a step, and report its news."""
         lacked_memory = False
         try:
             more = self.engine.step()
@@ -208,7 +207,7 @@ class Streams:
     fails, all end, and the reader gets its error. client: name of its API key, or its address.
     """
 
-    def __init__(self, thread: EngineThread, client: str = "") -> None:
+    def __init__(self, thread: EngineThread, client: str) -> None:
         self.loop = asyncio.get_running_loop()
         self.client = client
         self.handles: list[Handle] = []  # a sample each; set once submitted
@@ -289,7 +288,6 @@ def tell_readers(samples: Sequence[OpenSample]) -> None:
 
 
 def _wake_readers(readers: Sequence[Streams]) -> None:
-    """Wake these readers, on their loop."""
     for streams in readers:
         streams._posted = False
         streams._news.set()

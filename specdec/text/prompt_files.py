@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import ConfigError, require_text
+from specdec.errors import ConfigError, clipped, require_text
 
 QUESTION_KEYS = ("question", "prompt", "turns")
 KEYS_IN_WORDS = "'question', 'prompt' or 'turns'"
@@ -93,7 +93,5 @@ def _text(value: Any, name: str, where: str) -> str:
     return require_text(f"{where}: '{name}'", value)
 
 
-def _shown(value: Any, max_chars: int = 40) -> str:
-    """A value as JSON, cut to a readable length."""
-    text = json.dumps(value)
-    return text if len(text) <= max_chars else f"{text[:max_chars]}..."
+def _shown(value: Any) -> str:
+    return clipped(json.dumps(value), 40)

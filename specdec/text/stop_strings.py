@@ -31,7 +31,7 @@ class Found(NamedTuple):
     end: int
 
 
-def find_first(text: str, stops: Sequence[str], since: int = 0) -> Found | None:
+def find_first(text: str, stops: Sequence[str], since: int) -> Found | None:
     """The first of the stop strings that ends after character `since`; None: there is none."""
     places = ((text.find(stop, max(0, since - len(stop) + 1)), stop) for stop in stops)
     return min((Found(at, at + len(stop)) for at, stop in places if at >= 0), default=None)

@@ -61,7 +61,6 @@ def to_arrays(
 
 
 def pack_rows(documents: list[Document], length: int) -> PackedRows:
-    """Whole documents packed into rows, on the host."""
     arrays = to_arrays(pack_documents(documents, length), length)
     return PackedRows(*(torch.from_numpy(arrays[name]) for name in PackedRows._fields))
 

@@ -193,7 +193,6 @@ class RoundTimes:
 
 
 def lower_quartile(timed: float, own: Sequence[float]) -> float:
-    """The lower quartile of `timed` and `own` together."""
     ordered = sorted([timed, *own])
     return ordered[len(ordered) // 4]
 

@@ -210,7 +210,6 @@ class PromptGap:
         self.ending = 0.0
 
     def learn_round(self, seconds: float) -> None:
-        """Update the average with the seconds of a round."""
         self.round = seconds if self.round == 0.0 else ROUND_DECAY * self.round + (1 - ROUND_DECAY) * seconds
 
     def cap_budget(self) -> None:

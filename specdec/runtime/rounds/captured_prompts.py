@@ -64,7 +64,6 @@ class PromptParts(NamedTuple):
     generation: int
 
     def run(self) -> Chunk:
-        """Run all parts."""
         for program in self.programs:
             program()
         return self.read()
@@ -101,11 +100,9 @@ class ChunkProgram:
 
     @property
     def programs(self) -> list[Program]:
-        """The parts, in order."""
         return [partial(self._run_part, number) for number in range(len(self.shares))]
 
     def result(self) -> Chunk:
-        """The result of the last program."""
         assert self._chunk is not None, "the forward has not run"
         return self._chunk
 

@@ -50,7 +50,6 @@ class DecodeRound:
         self.shape = shape
 
     def run(self) -> torch.Tensor:
-        """Run all three parts. Returns the packed result."""
         self.draft()
         self.verify()
         return self.accept()

@@ -11,7 +11,7 @@ state. A round (`decode_round.py`) is a program over this state; the host launch
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import own_view
 from specdec.kvcache.table import Rows
 from specdec.models.target import StatesNeeded, TargetModel
-from specdec.modules.weight_watch import Weights, watched_weights
+from specdec.modules.weight_watch import watched_weights
 from specdec.runtime.rounds.drafter_lag import DrafterLag, lag_allowed
 from specdec.runtime.rounds.opening import Opening
 from specdec.runtime.rounds.result import RoundShape
@@ -35,6 +35,8 @@ from specdec.sampling.kernel_sampler import KernelSampler
 from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler
 from specdec.sampling.sampling_table import SamplingTable
 from specdec.sampling.token_bitmaps import MaskBuffer, SeenBits
+
+T = TypeVar("T")
 
 
 def runs_on_kernels(backend: Backend, device: torch.device) -> bool:
@@ -51,26 +53,19 @@ class WeightVersions:
 
     def generation(self) -> int:
         """A number that changes when weights are re-pointed to other storage."""
-        return sum(self._generation_of(weights) for weights in self._weights)
+        return sum(self._once(weights, weights.generation) for weights in self._weights)
 
     def version(self) -> tuple[object, ...]:
         """A value that changes when weights are re-pointed or updated in place."""
-        found: tuple[object, ...] = self._once("version", self._version)
-        return found
+        return self._once("version", lambda: (self.generation(), *(weights.updates() for weights in self._weights)))
 
-    def _version(self) -> tuple[object, ...]:
-        return self.generation(), *(weights.updates() for weights in self._weights)
-
-    def _generation_of(self, weights: Weights) -> int:
-        number: int = self._once(weights, weights.generation)
-        return number
-
-    def _once(self, name: object, look_up: Callable[[], Any]) -> Any:
+    def _once(self, name: object, look_up: Callable[[], T]) -> T:
         if self._found is None:
             return look_up()
         if name not in self._found:
             self._found[name] = look_up()
-        return self._found[name]
+        found: T = self._found[name]
+        return found
 
     @contextmanager
     def cached_lookups(self) -> Iterator[None]:
@@ -80,7 +75,7 @@ class WeightVersions:
         self._found = {}
         try:
             for weights in self._weights[1:]:
-                self._generation_of(weights)
+                self._once(weights, weights.generation)
             yield
         finally:
             self._found = None

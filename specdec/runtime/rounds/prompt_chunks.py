@@ -130,9 +130,9 @@ def draw_first_tokens(
     max_prompt_len: int,
     shape: RoundShape,
     allowed: RowMasks | None,
-    earlier: torch.Tensor | None = None,
+    earlier: torch.Tensor | None,
     *,
-    first_position: int = 0,
+    first_position: int,
 ) -> torch.Tensor:
     """Draw the first token after the chunks with indices `ending` [B], which end their prompts, and show all
     chunks to the drafter. Returns the packed result, like that of a round of one node for B rows.

@@ -111,19 +111,13 @@ def widen_to_class(
         if features.penalty:
             return SAMPLED._replace(penalty=True), None
         return (SAMPLED if on_kernels or features.sampled else GREEDY), None
-    edited = SAMPLED._replace(
-        penalty=True, counts=True, bias=step_up(features.bias, BIAS_ENTRIES, 8), masked=features.masked
-    )
+    room = BIAS_ENTRIES
+    while room < features.bias:
+        room *= 8
+    edited = SAMPLED._replace(penalty=True, counts=True, bias=room, masked=features.masked)
     if logprobs is None:
         return edited, None
     return edited, FEW_ALTERNATIVES if logprobs <= FEW_ALTERNATIVES else next_power_of_two(logprobs)
-
-
-def step_up(size: int, min_size: int, factor: int) -> int:
-    """The first of min_size, min_size * factor, min_size * factor^2, ... that is not below `size`."""
-    while min_size < size:
-        min_size *= factor
-    return min_size
 
 
 def is_rare(shape: RoundShape) -> bool:

@@ -9,17 +9,16 @@ import copy
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from specdec.config import MAX_FORCED_TOKENS, SamplingParams
-from specdec.errors import ConfigError, is_fault
+from specdec.errors import ConfigError, clipped, faults_go_to
 from specdec.sampling.grammars.grammar_bounds import cannot_follow, compiles_in_linear_time, require_bounded
 from specdec.sampling.grammars.grammar_trial import GrammarTrial, with_large_stack
 from specdec.sampling.grammars.token_rules import TokenRules, Words, only_bit, token_bits
@@ -272,23 +271,9 @@ def compute_masks(states: Sequence[GrammarState | None]) -> None:
     chosen = list(dict.fromkeys(state for state in guided if "mask" not in vars(state)))
     if not chosen:
         return
-    try:
+    with faults_go_to(lambda _: None):
         for state, mask in zip(chosen, chosen[0].library.masks(chosen), strict=True):
             state.mask = mask
-    except BaseException as error:
-        if not is_fault(error):
-            raise
-
-
-@contextmanager
-def _blaming(root: GrammarState) -> Iterator[None]:
-    """An error of the library in the block becomes the `fault` of this root."""
-    try:
-        yield
-    except BaseException as error:
-        if not is_fault(error):
-            raise
-        root.fault = error
 
 
 def tree_masks(trees: Sequence[tuple[GrammarState, Sequence[int], Sequence[int]]], num_words: int) -> Words:
@@ -302,7 +287,7 @@ def tree_masks(trees: Sequence[tuple[GrammarState, Sequence[int], Sequence[int]]
     masks = np.full((len(trees), num_nodes, num_words), -1, dtype=np.int32)
     reached: list[tuple[int, int, GrammarState]] = []
     for number, (root, tokens, parents) in enumerate(trees):
-        with _blaming(root):
+        with faults_go_to(partial(setattr, root, "fault")):
             states: list[GrammarState | None] = [root]
             for token, parent in zip(tokens[1:], parents[1:], strict=True):
                 above = states[parent]
@@ -311,7 +296,7 @@ def tree_masks(trees: Sequence[tuple[GrammarState, Sequence[int], Sequence[int]]
             reached += [(number, node, state) for node, state in live]
     compute_masks([state for _, _, state in reached])
     for number, node, state in reached:
-        with _blaming(trees[number][0]):
+        with faults_go_to(partial(setattr, trees[number][0], "fault")):
             masks[number, node] = state.mask
     return masks
 
@@ -320,8 +305,7 @@ def reason_of(message: str) -> str:
     """The library's reason, without the part of the grammar that it quotes."""
     lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
     named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    reason = (named or lines or ["it gives no reason"])[0]
-    return reason if len(reason) <= 200 else reason[:200] + "..."
+    return clipped((named or lines or ["it gives no reason"])[0], 200)
 
 
 def _options(schema: Any) -> dict[str, Any] | None:

@@ -25,6 +25,7 @@ from specdec.errors import (
     SpecDecError,
     StoppingError,
     UnsupportedModelError,
+    clipped,
     shown,
 )
 
@@ -227,6 +228,6 @@ def _place(loc: Sequence[Any]) -> str | None:
         elif part in TYPES or "[" in part or part[:1].isupper():
             continue
         else:
-            name = part if len(part) <= 80 else part[:80] + "..."
+            name = clipped(part, 80)
             place += f".{name}" if place else name
     return place or None

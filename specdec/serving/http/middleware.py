@@ -35,19 +35,12 @@ QUIET = ("/health", "/live", "/ready", "/ping", "/metrics")
 """Paths that monitoring requests often."""
 
 
-def at_root_path(app: ASGIApp, root_path: str) -> ASGIApp:
-    """Removes the path prefix that a proxy adds for this server, whether or not the proxy strips it."""
+def with_own_path(app: ASGIApp, root_path: str) -> ASGIApp:
+    """Reduces the target of a request to its path if a client sends it with the server's address, as to a proxy. Names
+    the prefix that a proxy adds for this server (empty: none), so that routes ignore it whether or not it is there."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        await app({**scope, "root_path": root_path}, receive, send)
-
-    return answer
-
-
-def in_origin_form(app: ASGIApp) -> ASGIApp:
-    """Reduces the target of a request to its path if a client sends it with the server's address, as to a proxy."""
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        scope = {**scope, "root_path": root_path} if root_path else scope
         if scope["type"] == "http" and (found := re.match(r"https?://[^/]*", scope["path"], re.IGNORECASE)):
             scope = {**scope, "path": scope["path"][found.end() :] or "/"}
         await app(scope, receive, send)
@@ -167,6 +160,4 @@ def install_middleware(app: FastAPI, settings: ServeSettings) -> None:
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.add_middleware(RequestLog)
-    if settings.root_path:
-        app.add_middleware(at_root_path, root_path=settings.root_path)
-    app.add_middleware(in_origin_form)
+    app.add_middleware(with_own_path, root_path=settings.root_path)

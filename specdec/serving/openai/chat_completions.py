@@ -33,8 +33,6 @@ async def chat_completions(body: ChatRequest, state: StateDep) -> Response:
 
 
 class ChatTextAnswer(TextAnswer):
-    """One request."""
-
     body: ChatRequest
     chunk_kind = "chat.completion.chunk"
     scored = False

@@ -34,8 +34,6 @@ async def completions(body: CompletionRequest, state: StateDep) -> Response:
 
 
 class CompletionTextAnswer(TextAnswer):
-    """One request."""
-
     body: CompletionRequest
     chunk_kind = "text_completion"
 

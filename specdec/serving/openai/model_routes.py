@@ -70,11 +70,10 @@ async def tokenize(body: TokenizeRequest, state: StateDep) -> JsonResponse:
     engine, tokenizer = state.engine, state.tokenizer
     if (body.prompt is None) == (body.messages is None):
         raise refused("prompt", "either prompt or messages is expected; give one of them")
-    text = body.prompt or ""
     if body.messages is not None:
         tokens = await _chat_tokens(body, body.messages, state)
     else:
-        tokens = await engine.encode(text, special_tokens=body.add_special_tokens is not False)
+        tokens = await engine.encode(body.prompt or "", special_tokens=body.add_special_tokens is not False)
     written = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
     answer = {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens, "token_strs": written}
     return JsonResponse(answer)

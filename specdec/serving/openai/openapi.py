@@ -65,7 +65,6 @@ PROMPTS = {"anyOf": [*_ONE_PROMPT, {"type": "array", "items": {"anyOf": _ONE_PRO
 
 
 def install_openapi(app: FastAPI, settings: ServeSettings) -> None:
-    """Add the route of the description."""
     document = functools.cache(functools.partial(openapi_document, app, settings))
 
     @app.get("/openapi.json", include_in_schema=False)

@@ -60,7 +60,6 @@ class TextAnswer(ABC):
         }
 
     async def respond(self) -> Response:
-        """Make the response, whole or as a stream."""
         try:
             self.params = await self.read_request()
             self.streams = await self.engine.submit(self.prompts, self.params, priority=self.body.priority or 0)
@@ -185,7 +184,6 @@ class TextAnswer(ABC):
 
 
 def whole_delta(output: GenerationOutput) -> StreamDelta:
-    """A whole output as one delta."""
     return StreamDelta(output.text, output.token_ids, output.drafted, output, output.logprobs)
 
 

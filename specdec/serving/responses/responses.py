@@ -143,7 +143,6 @@ class ResponseAnswer(ChatTextAnswer):
         return events
 
     def _grow(self, delta: StreamDelta) -> list[dict[str, Any]]:
-        """The events for a delta."""
         events, reader = [], self.readers[0]
         for said, tokens in reader.read(delta):
             scores = chat_logprobs(self.tokenizer, reader.scores(tokens))["content"] if self.body.logprobs else []

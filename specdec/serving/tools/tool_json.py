@@ -229,7 +229,6 @@ def _object(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Quote a text as JSON."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -119,7 +119,6 @@ PARSERS: dict[str, type[AnswerParser]] = {
 
 
 def require_parser(name: str) -> None:
-    """Raise ConfigError for an unknown parser."""
     require_one_of("tool_parser", name, ("auto", "none", *PARSERS))
 
 
