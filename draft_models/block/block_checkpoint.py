@@ -8,11 +8,7 @@ from typing import Any
 
 from specdec.draft_models.base import TargetInfo
 from specdec.draft_models.block.block_head import KINDS, BlockHead, BlockSpec
-from specdec.draft_models.checkpoints.checkpoint_files import (
-    fill_head,
-    take_target_ids,
-    write_folder,
-)
+from specdec.draft_models.checkpoints.checkpoint_files import fill_head, take_target_ids, write_folder
 from specdec.draft_models.checkpoints.config_reader import HeadFiles, read_files, read_rope, read_windows
 from specdec.draft_models.checkpoints.drafter_formats import (
     BLOCK_FORMATS,

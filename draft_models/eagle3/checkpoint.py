@@ -12,11 +12,7 @@ from typing import Any
 import torch
 
 from specdec.draft_models.base import TargetInfo
-from specdec.draft_models.checkpoints.checkpoint_files import (
-    fill_head,
-    take_target_ids,
-    write_folder,
-)
+from specdec.draft_models.checkpoints.checkpoint_files import fill_head, take_target_ids, write_folder
 from specdec.draft_models.checkpoints.config_reader import Config, HeadFiles, read_files, read_rope, read_windows
 from specdec.draft_models.checkpoints.drafter_formats import AUX_IDS, EAGLE3_FORMATS, EAGLE_CONFIG, is_speculators
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec

@@ -198,11 +198,7 @@ def _plain_tiles(num_rows: int, n: int, k: int, multiprocessors: int) -> Tiles |
 
 
 def gemm_medium(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    tiles: Tiles,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, tiles: Tiles
 ) -> Product:
     """x [M, K], weight [N, K], both as descriptors need them; bias [N] or None -> product, or gated [1, M, N / 2]."""
     require_operands(x, weight, bias)

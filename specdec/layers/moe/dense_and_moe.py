@@ -17,13 +17,7 @@ import torch
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import tl, triton
 from specdec.layers.gemm.gemm_small import gemm_small_kernel
-from specdec.layers.gemm.linear import (
-    Mlp,
-    gated_linear,
-    linear,
-    reference_gated_linear,
-    reference_linear,
-)
+from specdec.layers.gemm.linear import Mlp, gated_linear, linear, reference_gated_linear, reference_linear
 from specdec.layers.gemm.product import Product, SplitK, require_operands, split_k_of
 from specdec.layers.moe.expert_tiles import expert_tiles, tiles_that_fit
 from specdec.layers.moe.experts import (
