@@ -27,6 +27,7 @@ from specdec.attention.trees.tree_builder import (
 )
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
+from specdec.kvcache.layer_context import Destination
 from specdec.kvcache.layout import KEEP_ALL, ByGroup, GroupId, PrimaryLoc, Retention, cache_groups
 from specdec.kvcache.store import PoolAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
 from specdec.kvcache.table import Move, RequestTable, Rows
@@ -101,8 +102,8 @@ def store_call(rows: int, heads: int, dim: int, dtype: torch.dtype, count: int, 
     ours = random_pools(2, size, heads, dim, dtype)
     theirs = [pool.clone() for pool in ours]
     return Call(
-        lambda: (store_kv(k, v, slots, *ours), *ours)[1:],
-        lambda: (reference_store_kv(k, v, slots, *theirs), *theirs)[1:],
+        lambda: (store_kv(Destination(*ours, slots), k, v), *ours)[1:],
+        lambda: (reference_store_kv(Destination(*theirs, slots), k, v), *theirs)[1:],
     )
 
 
