@@ -61,7 +61,7 @@ def write_block(folder: str | Path, head: BlockHead, target: TargetInfo) -> None
     write_folder(folder, config, state)
 
 
-def resolve_layer_ids(ids: list[Any] | None, target_layers: int, key: str = OUTPUT_IDS) -> tuple[int, ...]:
+def resolve_layer_ids(ids: list[Any] | None, target_layers: int, key: str) -> tuple[int, ...]:
     """Convert layer ids to boundaries (see `BlockSpec.aux_layers`). An id names a layer by its output, -1 the
     embeddings; ids under the key `ENTERED_IDS` are boundaries already.
 
