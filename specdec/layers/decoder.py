@@ -332,10 +332,11 @@ class PausedDecoder:
         narrowing = self.narrowing
         while self.done < end:
             layer = self.decoder.layers[self.done]
-            narrows = {} if narrowing is None or self.done != narrowing.layer else {"narrowing": narrowing}
-            self.hidden, self.normed = layer(self.hidden, self.normed, self.shared, specdec_ctx=self.context, **narrows)
-            if narrows and isinstance(narrowing, Narrowing):
-                self.shared, self.context = self.shared.select_rows(narrowing.rows), narrowing.context
+            here = narrowing if narrowing is not None and narrowing.layer == self.done else None
+            state = self.hidden, self.normed, self.shared
+            self.hidden, self.normed = layer(*state, specdec_ctx=self.context, narrowing=here)
+            if isinstance(here, Narrowing):
+                self.shared, self.context = self.shared.select_rows(here.rows), here.context
             self.done += 1
 
     def finish(self) -> torch.Tensor | None:

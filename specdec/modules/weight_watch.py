@@ -25,7 +25,6 @@ logger = logging.getLogger("specdec")
 
 _VERSION = attrgetter("_version")
 
-
 _HELD = ContextVar("does this thread hold a weights lock", default=False)
 
 
