@@ -193,5 +193,4 @@ def record_states(layers: Sequence[nn.Module]) -> None:
 
 def _states_asked_for(kwargs: dict[str, Any]) -> dict[int, torch.Tensor | None]:
     """`states` of the context in a layer's keywords; empty if the context asks for none."""
-    states: dict[int, torch.Tensor | None] = getattr(kwargs.get("specdec_ctx"), "states", {})
-    return states
+    return getattr(kwargs.get("specdec_ctx"), "states", {})

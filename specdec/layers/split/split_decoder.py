@@ -129,8 +129,7 @@ class SplitDecoder(nn.Module):
         self.layers = nn.ModuleList(SplitLayer(shares, ranks) for shares in zip(*by_rank, strict=True))
 
     def get_input_embeddings(self) -> nn.Module:
-        source: nn.Module = self.embedding.source if isinstance(self.embedding, FusedModule) else self.embedding
-        return source
+        return self.embedding.source if isinstance(self.embedding, FusedModule) else self.embedding
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, specdec_ctx: LayerContext, **unused: Any
