@@ -143,7 +143,7 @@ def select_call(topk: int, levels: int, num_nodes: int, seed: int) -> Call:
 
     return Call(
         lambda: fields(select_tree(roots, candidates, num_nodes=nodes, num_levels=levels)),
-        lambda: fields(reference_select_tree(roots, candidates, num_nodes=nodes)),
+        lambda: fields(reference_select_tree(roots, candidates, num_nodes=nodes, num_levels=levels)),
     )
 
 
@@ -185,7 +185,7 @@ def fields_call(num_nodes: int, seed: int) -> Call:
         whole = DraftTree.from_parents(tree.tokens, tree.parents)
         return whole.depth, whole.ancestors
 
-    return Call(lambda: tree_fields(tree.parents), reference)
+    return Call(lambda: tree_fields(tree.parents, max_depth=num_nodes - 1), reference)
 
 
 def round_call(page_size: int, num_nodes: int, chain: bool, seed: int) -> Call:
