@@ -35,7 +35,6 @@ from specdec.attention.trees.tree_builder import (
 from specdec.errors import ConfigError
 from specdec.gpu.triton_shim import triton_obstacle
 from specdec.kvcache.frozen import KVView
-from specdec.kvcache.layer_context import Destination
 from specdec.kvcache.layout import GroupId, GroupLoc
 from specdec.kvcache.store import KVStore, move_kv, reference_move_kv, reference_store_kv, store_kv
 
@@ -69,13 +68,11 @@ class TorchBackend:
         keys = VisibleKeys.from_plan(plan, group, window)
         return attend_alone(keys, plan.block_len) if self.deterministic else attend_together(keys)
 
-    def store(self, destination: Destination, k: torch.Tensor, v: torch.Tensor) -> None:
-        reference_store_kv(k, v, destination.slots, destination.pool_k, destination.pool_v)
-
     def move(self, store: KVStore, group: GroupId, source: GroupLoc, destination: GroupLoc) -> None:
         reference_move_kv(store.tensors(group), source, destination)
 
     locate = staticmethod(reference_build_page_tables)
+    store = staticmethod(reference_store_kv)
     draft_block = TorchDraftBlock
     recurrence = RecurrentForward
     fold = staticmethod(fold_committed)
@@ -107,9 +104,6 @@ class TritonBackend:
         path = PathKeys(table, own, plan.positions, plan.block_len, window, plan.first_key)
         return partial(tree_attention, path=path, shares=shares)
 
-    def store(self, destination: Destination, k: torch.Tensor, v: torch.Tensor) -> None:
-        store_kv(k, v, destination.slots, destination.pool_k, destination.pool_v)
-
     def move(self, store: KVStore, group: GroupId, source: GroupLoc, destination: GroupLoc) -> None:
         addresses = store.addresses.get(group)
         if addresses is not None:
@@ -119,6 +113,7 @@ class TritonBackend:
         return RecurrentKernels(plan, view, deterministic=self.deterministic)
 
     locate = staticmethod(build_page_tables)
+    store = staticmethod(store_kv)
     draft_block = PagedDraftBlock
     fold = staticmethod(fold_row)
     expand = staticmethod(expand)

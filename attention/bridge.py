@@ -88,7 +88,8 @@ class ForwardContext(LayerContext):
     def from_plan(
         cls, plan: KVPlan, view: KVView, windows: Sequence[int | None], aux_layers: Sequence[int] = ()
     ) -> "ForwardContext":
-        """`windows[i]` is the sliding window of worker layer i, None on full layers; aux_layers: see `states`."""
+        """`windows[i]` is the sliding window of worker layer i, None on full layers; empty: the forward only stores
+        K/V. aux_layers: see `states`."""
         context = cls._of_rank(plan, view, windows, aux_layers)
         view.ranks.begin()
         other_ranks = []
@@ -96,11 +97,6 @@ class ForwardContext(LayerContext):
             with view.ranks.on(rank):
                 other_ranks.append(cls._of_rank(own_plan, own, windows, ()))
         return replace(context, other_ranks=tuple(other_ranks))
-
-    @classmethod
-    def for_storing(cls, plan: KVPlan, view: KVView) -> "ForwardContext":
-        """The context of a forward that only stores K/V."""
-        return cls(plan, view, (), {}, {})
 
     @classmethod
     def _of_rank(
@@ -197,5 +193,4 @@ def record_states(layers: Sequence[nn.Module]) -> None:
 
 def _states_asked_for(kwargs: dict[str, Any]) -> dict[int, torch.Tensor | None]:
     """`states` of the context in a layer's keywords; empty if the context asks for none."""
-    states: dict[int, torch.Tensor | None] = getattr(kwargs.get("specdec_ctx"), "states", {})
-    return states
+    return getattr(kwargs.get("specdec_ctx"), "states", {})

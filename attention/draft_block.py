@@ -20,12 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.attention.dense import bias_of, dense_attention, prefix_keys, visible
-from specdec.attention.kernels.page_table import (
-    PageTable,
-    PageTables,
-    build_page_tables,
-    reference_build_page_tables,
-)
+from specdec.attention.kernels.page_table import PageTable, PageTables, build_page_tables, reference_build_page_tables
 from specdec.attention.kernels.paged_attention import WORD, BlockKeys, paged_attention
 from specdec.kvcache.fp8_pool import FieldPool, all_rows, numbers_and_scales
 from specdec.kvcache.layer_context import Destination, ScoreOptions

@@ -206,13 +206,7 @@ def plan_packed(backend: PlanBackend, table: RequestTable, pack: Pack, longest: 
     places."""
     num_places = len(pack.run_of)
     tables = locate_pack(table, pack, num_places if longest is None else longest)
-    return KVPlan(
-        backend=backend,
-        rows=pack.rows,
-        positions=pack.positions[None],
-        prefix=tables,
-        write=tables.write,
-    )
+    return KVPlan(backend=backend, rows=pack.rows, positions=pack.positions[None], prefix=tables, write=tables.write)
 
 
 def plan_last(backend: PlanBackend, table: RequestTable, pack: Pack) -> KVPlan:

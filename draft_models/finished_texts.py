@@ -79,7 +79,7 @@ class FinishedTexts:
         self._numbers = {b"": next(self._count)}  # number of each salt
         self._salts = [b""] * len(self._salts)
         self.salt_of_row[:] = self._numbers[b""]
-        self._first = self._used = 0  # first cell of the oldest text, cells in use
+        self._first = self.num_tokens = 0  # first cell of the oldest text; cells in use, at most `size`
         self._cells[:] = NOTHING
         self._order: IntArray = np.zeros(0, dtype=np.int64)  # replaced as a whole
         self._sent = self._order  # the device's copy
@@ -87,11 +87,6 @@ class FinishedTexts:
         self._device[: self._ring].fill_(NOTHING)
         self._device[self._ring :].zero_()
         self._changed = False
-
-    @property
-    def num_tokens(self) -> int:
-        """Cells in use, at most `size`."""
-        return self._used
 
     def set_salt(self, row: int, salt: bytes) -> None:
         self._salts[row] = salt
@@ -106,10 +101,10 @@ class FinishedTexts:
         text[:-1] += self._number(salt) << SALT_SHIFT
         num_output = min(len(tokens) - begin, len(text) - 1)
         self._make_room(len(text))
-        cells = (self._first + self._used + np.arange(len(text))) % self._ring
+        cells = (self._first + self.num_tokens + np.arange(len(text))) % self._ring
         self._cells[cells], self._stale[cells] = text, True
         self._texts.append((len(text), salt))
-        self._used += len(text)
+        self.num_tokens += len(text)
         self._insert(cells[len(text) - 1 - num_output : -1])
         self._changed = True
 
@@ -162,7 +157,7 @@ class FinishedTexts:
     def _make_room(self, length: int) -> None:
         """Drop the oldest texts until `length` cells are free."""
         dropped = 0
-        while self._used - dropped + length > self.size:
+        while self.num_tokens - dropped + length > self.size:
             dropped += self._texts.popleft()[0]
         if dropped:
             cells = (self._first + np.arange(dropped)) % self._ring
@@ -170,7 +165,7 @@ class FinishedTexts:
             gone[cells] = True
             self._cells[cells], self._stale[cells], self._fresh[cells] = NOTHING, True, False
             self._order = self._order[~gone[self._order]]
-            self._first, self._used = (self._first + dropped) % self._ring, self._used - dropped
+            self._first, self.num_tokens = (self._first + dropped) % self._ring, self.num_tokens - dropped
 
     def _insert(self, places: IntArray) -> None:
         """Insert these places [N] into the order, each after equal contexts."""

@@ -157,8 +157,7 @@ class Gemma4MTPDrafter(Drafter):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[B, M, H] -> [B, M, V]; -inf outside the best centroids if the head has centroids."""
         head = self._centroids
-        logits: torch.Tensor = self.model.lm_head(hidden) if head is None else reference_centroid_logits(hidden, head)
-        return logits
+        return self.model.lm_head(hidden) if head is None else reference_centroid_logits(hidden, head)
 
 
 class Gemma4MTPWorker:

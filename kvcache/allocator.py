@@ -180,8 +180,7 @@ class HybridAllocator:
     def is_idle(self, group: GroupId, pages: IntArray) -> BoolArray:
         """Whether the cache alone claims the peer of each page in a group."""
         peers, pool = self._peers(group, pages), self.pools[group]
-        idle: BoolArray = pool.is_cached(peers) & ~pool.is_held(peers)
-        return idle
+        return pool.is_cached(peers) & ~pool.is_held(peers)
 
     def translate(self, group: GroupId, slots: PrimaryLoc) -> GroupLoc:
         """Map primary `slots` (any shape, on the allocator's device) to slots of a group; 0, the null slot, if there is

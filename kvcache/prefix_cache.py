@@ -113,7 +113,7 @@ class PrefixCache:
             nodes.append(self._append(end, rest, pages[done:], evicted - done, salt if done == 0 else b""))
         self._touch(nodes)
 
-    def cache_state(self, row: int, key: IntArray, salt: bytes = b"", *, every: int = 1) -> None:
+    def cache_state(self, row: int, key: IntArray, salt: bytes, *, every: int) -> None:
         """Copy the row's state at the last multiple of FOLD among its committed tokens. It copies only if the tree has
         all pages of this key up to that position, and the previous copy along the key is at least `every` tokens
         earlier."""

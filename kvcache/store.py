@@ -19,6 +19,7 @@ from specdec.gpu.ranks import Ranks
 from specdec.gpu.triton_shim import tl, triton
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, store_fp8, tensors_of
+from specdec.kvcache.layer_context import Destination
 from specdec.kvcache.layout import CacheField, GroupId, GroupLoc, KVLayout
 from specdec.kvcache.recurrent_state import RecurrentState, StateShape
 
@@ -178,10 +179,10 @@ def empty_pool(field: CacheField, slots: int, dtype: torch.dtype, device: torch.
 # writing
 
 
-def reference_store_kv(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: FieldPool, pool_v: FieldPool) -> None:
-    """Store k, v [T, Hkv, D] at slots [T] of the pools [slots, Hkv, D]."""
-    pool_k.index_copy_(0, slots, k)
-    pool_v.index_copy_(0, slots, v)
+def reference_store_kv(destination: Destination, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Write k [T, Hkv, D] and v [T, Hkv, DV] to a destination."""
+    destination.pool_k.index_copy_(0, destination.slots, k)
+    destination.pool_v.index_copy_(0, destination.slots, v)
 
 
 @triton.jit
@@ -215,17 +216,17 @@ def _store_kv_kernel(
     tl.store(p_pool_v + slot * (HEADS * V_DIM) + o_row, b_v, mask=m_v)
 
 
-def store_kv(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: FieldPool, pool_v: FieldPool) -> None:
-    """Store k [T, Hkv, D], v [T, Hkv, DV], of any strides, at slots [T] of the contiguous pools [slots, Hkv, D or
-    DV]."""
+def store_kv(destination: Destination, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Write k [T, Hkv, D] and v [T, Hkv, DV], of any strides, to a destination in contiguous pools."""
+    pool_k, pool_v, slots = destination
     num_tokens, num_heads, head_dim = k.shape
     assert v.shape[:2] == k.shape[:2] and slots.shape == (num_tokens,), f"{k.shape=} {v.shape=} {slots.shape=}"
     assert pool_k.shape[1:] == k.shape[1:] and pool_v.shape[1:] == v.shape[1:], f"{pool_k.shape=} {pool_v.shape=}"
     assert k.dtype == v.dtype == pool_k.dtype == pool_v.dtype, f"{k.dtype=} {v.dtype=} {pool_k.dtype=}"
     if num_tokens == 0:
         return
-    if isinstance(pool_k, Fp8Pool) or isinstance(pool_v, Fp8Pool):
-        assert isinstance(pool_k, Fp8Pool) and isinstance(pool_v, Fp8Pool), "K and V are fp8, or neither"
+    if isinstance(pool_k, Fp8Pool):
+        assert isinstance(pool_v, Fp8Pool), "K and V are fp8, or neither"
         store_fp8(k, v, slots, pool_k, pool_v)
         return
     assert pool_k.is_contiguous() and pool_v.is_contiguous(), "a pool is contiguous"

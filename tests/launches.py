@@ -194,8 +194,8 @@ def cache(dtype: torch.dtype, page_size: int, *, swa: bool) -> None:
     build_page_tables(table, Rows(integers(3), 256 * page_size), integers(3), 5)
     pool = numbers(9999, 2, 256, dtype=dtype)
     merged = numbers(15, 6, 256, dtype=dtype)
-    store_kv(merged[:, 2:4], merged[:, 4:], PrimaryLoc(integers(15)), pool, pool)
-    store_kv(merged[:, 2:4], merged[:, 4:], PrimaryLoc(integers(15)), *pools_of(2, 256, dtype, fp8=True))
+    for pools in ((pool, pool), pools_of(2, 256, dtype, fp8=True)):
+        store_kv(Destination(*pools, PrimaryLoc(integers(15))), merged[:, 2:4], merged[:, 4:])
 
 
 def moves(word: torch.dtype) -> None:

@@ -10,6 +10,7 @@ from kv_rig import GroupLoc, HybridAllocator, KVLayout, LayerSpec, Retention, ca
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.fp8_pool import Fp8Pool, all_rows, read_rows
+from specdec.kvcache.layer_context import Destination
 from specdec.kvcache.layout import CacheField
 from specdec.kvcache.store import KVStore, reference_move_kv, reference_store_kv, store_kv
 from specdec.models.published import HELD_OUT_PROBLEMS
@@ -55,7 +56,7 @@ def test_a_move_copies_what_is_stored(dtype: torch.dtype) -> None:
     store = KVStore(KVLayout.from_windows([None], 2, 8).in_fp8(), allocator, dtype, Ranks([CPU]))
     torch.manual_seed(1)
     k, v = torch.randn(2, 3, 2, 8).to(dtype)
-    reference_store_kv(k, v, GroupLoc(torch.tensor([4, 5, 6])), *store.layers[0].fields)
+    reference_store_kv(Destination(*store.layers[0].fields, GroupLoc(torch.tensor([4, 5, 6]))), k, v)
     before = [all_rows(pool)[[4, 5, 6]] for pool in store.layers[0].fields]
     reference_move_kv(store.tensors(store.layers[0].group), torch.tensor([4, 6]), torch.tensor([5, 4]))
     for pool, was in zip(store.layers[0].fields, before, strict=True):
@@ -114,8 +115,8 @@ def test_a_kernel_stores_the_bits_of_the_reference(dtype: torch.dtype) -> None:
     k[1, 0], k[2, 1, 3] = torch.cat([torch.arange(23) * 2**-10, torch.tensor([448.0])]), torch.nan
     k, slots = k.to(dtype).transpose(0, 1).contiguous().transpose(0, 1), torch.randperm(50, device=DEVICE)[:40]
     pools = [[Fp8Pool.zeros(50, 3, size, dtype, DEVICE) for size in (24, 10)] for _ in range(2)]
-    store_kv(k, v, GroupLoc(slots), *pools[0])
-    reference_store_kv(k, v, GroupLoc(slots), *pools[1])
+    store_kv(Destination(*pools[0], GroupLoc(slots)), k, v)
+    reference_store_kv(Destination(*pools[1], GroupLoc(slots)), k, v)
     whole = torch.isfinite(pools[1][0].scales)
     assert whole.sum() == 50 * 3 - 1
     for got, want in zip(*pools, strict=True):

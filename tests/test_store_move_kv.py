@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from specdec.kvcache.layer_context import Destination
 from specdec.kvcache.layout import PrimaryLoc
 from specdec.kvcache.store import PoolAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
 
@@ -24,7 +25,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_store_by_eye():
     pool_k, pool_v = torch.zeros(4, 1, 2, device=DEVICE), torch.zeros(4, 1, 2, device=DEVICE)
     k = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]], device=DEVICE)
-    store_kv(k, 10 * k, slots(3, 1), pool_k, pool_v)
+    store_kv(Destination(pool_k, pool_v, slots(3, 1)), k, 10 * k)
     assert pool_k[:, 0].tolist() == [[0, 0], [3, 4], [0, 0], [1, 2]]
     assert pool_v[:, 0].tolist() == [[0, 0], [30, 40], [0, 0], [10, 20]]
 
@@ -39,8 +40,8 @@ def test_store_is_the_reference(heads: int, dim: int, dtype: torch.dtype):
     k, v, pool_k, pool_v = (numbers(n, heads, dim, dtype=dtype) for n in (7, 7, 20, 20))
     where = PrimaryLoc(1 + torch.randperm(19, device=DEVICE)[:7])
     want_k, want_v = pool_k.clone(), pool_v.clone()
-    reference_store_kv(k, v, where, want_k, want_v)
-    store_kv(k, v, where, pool_k, pool_v)
+    reference_store_kv(Destination(want_k, want_v, where), k, v)
+    store_kv(Destination(pool_k, pool_v, where), k, v)
     torch.testing.assert_close((pool_k, pool_v), (want_k, want_v), rtol=0, atol=0)
 
 
@@ -50,7 +51,7 @@ def test_store_takes_any_strides():
     v = numbers(5, 3, 30)[:, :, 2:17:2]
     where = PrimaryLoc(torch.tensor([[4, 0], [9, 0], [2, 0], [1, 0], [7, 0]], device=DEVICE)[:, 0])
     pool_k, pool_v = torch.zeros(10, 3, 8, device=DEVICE), torch.zeros(10, 3, 8, device=DEVICE)
-    store_kv(k, v, where, pool_k, pool_v)
+    store_kv(Destination(pool_k, pool_v, where), k, v)
     torch.testing.assert_close((pool_k[where], pool_v[where]), (k, v), rtol=0, atol=0)
     others = slots(0, 3, 5, 6, 8)
     assert not pool_k[others].any() and not pool_v[others].any()
@@ -106,6 +107,6 @@ def test_words_are_as_large_as_all_rows_allow():
 
 def test_nothing_to_store_and_nothing_to_move():
     pool = torch.ones(2, 1, 2, device=DEVICE)
-    store_kv(numbers(0, 1, 2), numbers(0, 1, 2), slots(), pool, pool)
+    store_kv(Destination(pool, pool, slots()), numbers(0, 1, 2), numbers(0, 1, 2))
     move_kv(PoolAddresses.from_pools([pool]), slots(), slots())
     assert bool((pool == 1).all())

@@ -166,6 +166,7 @@ def test_select_by_eye():
             long([candidates(2, 2, [[0, 1]])]),
         ),
         num_nodes=4,
+        num_levels=2,
     )
     assert grown.tokens.tolist() == [[9, 10, 11, 12]]
     assert grown.parents.tolist() == [[-1, 0, 0, 1]]
@@ -186,6 +187,7 @@ def test_a_child_is_never_better_than_its_parent():
                 long([[-1, -1, -1, 0]]),
             ),
             num_nodes=3,
+            num_levels=2,
         )
         assert grown.tokens.tolist() == [[0, 1, 2]]
         assert grown.parents.tolist() == [[-1, 0, 0]]
@@ -216,7 +218,7 @@ def test_select_is_a_naive_best_first_search(forest: tuple[list[list[float]], li
     for b in range(2):
         taken = naive_best_first(scores[b], parents[b], num_nodes)
         assert (grown.tokens[b, 1:] - b * count).tolist() == taken
-    for bound in (None, levels):
+    for bound in (levels, count):
         reference = reference_select_tree(*inputs, num_nodes=num_nodes, num_levels=bound)
         assert torch.equal(grown.tokens, reference.tokens) and torch.equal(grown.parents, reference.parents)
 
@@ -302,7 +304,7 @@ def test_fields_are_the_reference(num_nodes: int, poison_empty: None):
     for tree in (random_tree(3, num_nodes, seed=num_nodes), chain):
         want = DraftTree.from_parents(tree.tokens, tree.parents)
         depth = int(tree.depth.max())
-        for bound in (None, depth, 100) if num_nodes <= 65 else (depth,):
+        for bound in (num_nodes - 1, depth, 100) if num_nodes <= 65 else (depth,):
             got = tree_fields(tree.parents, max_depth=bound)
             for one, other in zip(got, (want.depth, want.ancestors), strict=True):
                 torch.testing.assert_close(one, other)

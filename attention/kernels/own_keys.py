@@ -87,7 +87,7 @@ def _path_of(node: int, parents: Sequence[int]) -> list[int]:
     return [*_path_of(parents[node], parents), node] if node >= 0 else []
 
 
-@triton.jit(do_not_specialize=["num_pages", "num_nodes", "path_len", "width"])
+@triton.jit(do_not_specialize=["num_pages", "num_nodes", "width"])
 def _own_keys_kernel(
     p_pages: tl.tensor,  # [B, P]
     p_start: tl.tensor,  # [B] or None
@@ -101,7 +101,6 @@ def _own_keys_kernel(
     s_parent_b: tl.tensor,
     num_pages: tl.tensor,
     num_nodes: tl.tensor,
-    path_len: tl.tensor,
     width: tl.tensor,
     PAGE_SIZE: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -170,7 +169,7 @@ def own_keys(
     run_end = None if parents is None else pages.new_empty((batch, num_nodes), dtype=torch.int32)
     _own_keys_kernel[(rows, triton.cdiv(width, BLOCK), batch)](
         *(pages, start, committed_len, write, parents, slots, run_end),
-        *(*pages.stride(), 0 if parents is None else parents.stride(0), num_pages, num_nodes, path_len, width),
+        *(*pages.stride(), 0 if parents is None else parents.stride(0), num_pages, num_nodes, width),
         PAGE_SIZE=page_size,
         ALIGN=ALIGN,
         BLOCK=min(BLOCK, triton.next_power_of_2(width)),

@@ -46,7 +46,6 @@ CHANNELS = 512
 RUN_ROWS, RUN_CHANNELS = 8, 256
 """Tokens and channels per program in a convolution of runs."""
 
-
 COLUMNS = 32
 """Value channels per program of the kernels for trees, folds, and runs in decoding's order."""
 

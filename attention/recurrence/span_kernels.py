@@ -25,7 +25,6 @@ from specdec.gpu.triton_shim import INTERPRETED, tl, triton
 SPAN = 64
 """Places of a span: four blocks of FOLD, as `triangular_inverse` requires."""
 
-
 SPAN_PARTS = (1, torch.float32) if INTERPRETED else (2, torch.bfloat16)
 """Operands of products are sums of one or two parts of a type. With two, the product of the two small parts is left
 out. Two bf16 parts are exact to 2^-16; one is exact to 2^-9, which is what other engines use. The interpreter has no

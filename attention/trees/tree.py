@@ -223,7 +223,7 @@ def walk(
     return path, place, length
 
 
-def tree_fields(parents: torch.Tensor, *, max_depth: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def tree_fields(parents: torch.Tensor, *, max_depth: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The fields that `DraftTree.from_parents` computes: depth [B, N] int64, and ancestors [B, N, N] bool.
 
     parents [B, N] int64, -1 at node 0 and parents[n] < n elsewhere; no node is deeper than `max_depth`.
@@ -235,8 +235,7 @@ def tree_fields(parents: torch.Tensor, *, max_depth: int | None = None) -> tuple
     block = triton.next_power_of_2(num_nodes)
     nodes = min(block, max(1, CELLS // block))
     _tree_fields_kernel[(batch, triton.cdiv(num_nodes, nodes))](
-        *(parents, depth, ancestors, parents.stride(0), num_nodes),
-        num_nodes - 1 if max_depth is None else min(max_depth, num_nodes - 1),
+        *(parents, depth, ancestors, parents.stride(0), num_nodes, min(max_depth, num_nodes - 1)),
         NODES=nodes,
         BLOCK=block,
         num_warps=2,

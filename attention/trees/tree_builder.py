@@ -233,22 +233,19 @@ def num_candidates(topk: int, num_levels: int) -> int:
     return topk + (num_levels - 1) * topk**2
 
 
-def reference_select_tree(
-    root: torch.Tensor, found: Candidates, *, num_nodes: int, num_levels: int | None = None
-) -> DraftTree:
+def reference_select_tree(root: torch.Tensor, found: Candidates, *, num_nodes: int, num_levels: int) -> DraftTree:
     """See `select_tree`; takes any number of candidates."""
     _check_candidates(root, found, num_nodes)
     tokens, scores, parents = found
-    batch, num_candidates = tokens.shape
     capped = scores.float().nan_to_num(nan=LOWEST, posinf=torch.inf, neginf=LOWEST)
     above = parents
-    for _ in range((num_levels or num_candidates).bit_length()):  # pointer jumping: ancestors double each time
+    for _ in range(num_levels.bit_length()):  # pointer jumping: ancestors double each time
         ancestor_score = capped.gather(1, above.clamp(min=0))
         capped = torch.where(above >= 0, torch.minimum(capped, ancestor_score), capped)
         above = torch.where(above >= 0, above.gather(1, above.clamp(min=0)), -1)
     order = (capped + 0.0).sort(dim=1, descending=True, stable=True).indices  # + 0.0: no negative zero
     taken = order[:, : num_nodes - 1].sort(dim=1).values  # [B, N - 1] candidates
-    nodes = torch.arange(1, num_nodes, device=tokens.device).expand(batch, -1)
+    nodes = torch.arange(1, num_nodes, device=tokens.device).expand(len(tokens), -1)
     node_of = torch.zeros_like(parents).scatter_(1, taken, nodes)
     parent = parents.gather(1, taken)
     parent = torch.where(parent < 0, 0, node_of.gather(1, parent.clamp(min=0)))
@@ -297,11 +294,11 @@ def _select_nodes_kernel(
     tl.store(p_node_parents + o_out + node, parent_node.to(tl.int64), mask=taken)
 
 
-def select_tree(root: torch.Tensor, found: Candidates, *, num_nodes: int, num_levels: int | None = None) -> DraftTree:
+def select_tree(root: torch.Tensor, found: Candidates, *, num_nodes: int, num_levels: int) -> DraftTree:
     """The best tree of N = `num_nodes` nodes among C >= N - 1 candidates. If C > MAX_CANDIDATES, the reference runs.
 
     root [B] int64; found: tokens, parents [B, C] int64, scores [B, C]; parents[c] < c is a candidate, or -1, the root.
-    `num_levels`: upper bound on depths (None: not known).
+    `num_levels`: upper bound on depths.
     """
     _check_candidates(root, found, num_nodes)
     batch, num_candidates = found.tokens.shape

@@ -27,6 +27,7 @@ from specdec.attention.trees.tree_builder import (
 )
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
+from specdec.kvcache.layer_context import Destination
 from specdec.kvcache.layout import KEEP_ALL, ByGroup, GroupId, PrimaryLoc, Retention, cache_groups
 from specdec.kvcache.store import PoolAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
 from specdec.kvcache.table import Move, RequestTable, Rows
@@ -100,8 +101,8 @@ def store_call(rows: int, heads: int, dim: int, dtype: torch.dtype, size: int, s
     ours = random_pools(2, size, heads, dim, dtype)
     theirs = [pool.clone() for pool in ours]
     return Call(
-        lambda: (store_kv(k, v, slots, *ours), *ours)[1:],
-        lambda: (reference_store_kv(k, v, slots, *theirs), *theirs)[1:],
+        lambda: (store_kv(Destination(*ours, slots), k, v), *ours)[1:],
+        lambda: (reference_store_kv(Destination(*theirs, slots), k, v), *theirs)[1:],
     )
 
 
@@ -141,7 +142,7 @@ def select_call(topk: int, levels: int, num_nodes: int, seed: int) -> Call:
 
     return Call(
         lambda: fields(select_tree(roots, candidates, num_nodes=nodes, num_levels=levels)),
-        lambda: fields(reference_select_tree(roots, candidates, num_nodes=nodes)),
+        lambda: fields(reference_select_tree(roots, candidates, num_nodes=nodes, num_levels=levels)),
     )
 
 
@@ -183,7 +184,7 @@ def fields_call(num_nodes: int, seed: int) -> Call:
         whole = DraftTree.from_parents(tree.tokens, tree.parents)
         return whole.depth, whole.ancestors
 
-    return Call(lambda: tree_fields(tree.parents), reference)
+    return Call(lambda: tree_fields(tree.parents, max_depth=num_nodes - 1), reference)
 
 
 def round_call(page_size: int, num_nodes: int, chain: bool, seed: int) -> Call:

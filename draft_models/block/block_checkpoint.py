@@ -8,11 +8,7 @@ from typing import Any
 
 from specdec.draft_models.base import TargetInfo
 from specdec.draft_models.block.block_head import KINDS, BlockHead, BlockSpec
-from specdec.draft_models.checkpoints.checkpoint_files import (
-    fill_head,
-    take_target_ids,
-    write_folder,
-)
+from specdec.draft_models.checkpoints.checkpoint_files import fill_head, take_target_ids, write_folder
 from specdec.draft_models.checkpoints.config_reader import HeadFiles, read_files, read_rope, read_windows
 from specdec.draft_models.checkpoints.drafter_formats import (
     BLOCK_FORMATS,
@@ -65,7 +61,7 @@ def write_block(folder: str | Path, head: BlockHead, target: TargetInfo) -> None
     write_folder(folder, config, state)
 
 
-def resolve_layer_ids(ids: list[Any] | None, target_layers: int, key: str = OUTPUT_IDS) -> tuple[int, ...]:
+def resolve_layer_ids(ids: list[Any] | None, target_layers: int, key: str) -> tuple[int, ...]:
     """Convert layer ids to boundaries (see `BlockSpec.aux_layers`). An id names a layer by its output, -1 the
     embeddings; ids under the key `ENTERED_IDS` are boundaries already.
 

@@ -43,7 +43,7 @@ class BlockWorker(StoreWorker):
     @torch.inference_mode()
     def observe(self, seen: Observation | PromptObservation) -> None:
         (states, _), plan = self.rows_of(seen), self.plan_of(seen)
-        self.drafter.form.observe(states, plan.positions, ForwardContext.for_storing(plan, self.own_view))
+        self.drafter.form.observe(states, plan.positions, ForwardContext.from_plan(plan, self.own_view, ()))
 
     observe_prompts = observe
 

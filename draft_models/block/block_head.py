@@ -41,14 +41,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specdec.attention.bridge import ForwardContext
 from specdec.attention.draft_attention import BlocksAttention
 from specdec.draft_models.heads.fused_layers import LLAMA, EchoContext, FusedLayers
-from specdec.draft_models.heads.head_modules import (
-    CosSin,
-    HeadForm,
-    HeadLayer,
-    HeadModule,
-    HeadSpec,
-    llama_config,
-)
+from specdec.draft_models.heads.head_modules import CosSin, HeadForm, HeadLayer, HeadModule, HeadSpec, llama_config
 from specdec.gpu.operations import Operations
 from specdec.kvcache.layer_context import LayerContext
 from specdec.layers.description.decoder_parts import Unfusable

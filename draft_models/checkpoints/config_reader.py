@@ -241,7 +241,7 @@ def read_windows(form: Format, settings: HeadSettings, num_layers: int) -> tuple
     return tuple(window + form.sees_edge if kind == "sliding_attention" else None for kind in kinds)
 
 
-def read_rope(settings: HeadSettings, by_layer_type: bool = False) -> dict[str, Any]:
+def read_rope(settings: HeadSettings, *, by_layer_type: bool) -> dict[str, Any]:
     """`rope_parameters` of transformers 5, from either spelling; the newer spelling of `rope_theta` wins.
     by_layer_type: if there is one per layer type, a head takes that of sliding layers."""
     newer, older = (_rope_object(settings.get(key)) for key in ("rope_parameters", "rope_scaling"))

@@ -12,11 +12,7 @@ from typing import Any
 import torch
 
 from specdec.draft_models.base import TargetInfo
-from specdec.draft_models.checkpoints.checkpoint_files import (
-    fill_head,
-    take_target_ids,
-    write_folder,
-)
+from specdec.draft_models.checkpoints.checkpoint_files import fill_head, take_target_ids, write_folder
 from specdec.draft_models.checkpoints.config_reader import Config, HeadFiles, read_files, read_rope, read_windows
 from specdec.draft_models.checkpoints.drafter_formats import AUX_IDS, EAGLE3_FORMATS, EAGLE_CONFIG, is_speculators
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
@@ -155,19 +151,14 @@ def read_norm_output(config: Config, norm: torch.Tensor | None) -> tuple[bool, b
         return True, bool(top)
     if not top:
         return norm is not None and not bool(torch.all(norm == norm[0])), False
-    if _was_saved_by(config, FIRST_AFTER_CHANGE):
+    saved_by = re.fullmatch(r"(\d+)\.(\d+)\.\d+", str(config.get("transformers_version")))
+    if saved_by and (int(saved_by[1]), int(saved_by[2])) >= FIRST_AFTER_CHANGE:
         return True, True
     logger.warning(
         "norm_output=True of an EAGLE-3 head is read as SpecForge meant it until 2026-09-15 (the next draft step reads "
         "a, not norm(a)); if it was trained later, put norm_output into eagle_config: `specdec doctor` tries both"
     )
     return True, False
-
-
-def _was_saved_by(config: Config, first: tuple[int, int]) -> bool:
-    """Was this config.json written by a release of transformers not older than `first`?"""
-    version = re.fullmatch(r"(\d+)\.(\d+)\.\d+", str(config.get("transformers_version")))
-    return version is not None and (int(version[1]), int(version[2])) >= first
 
 
 # config, tensors and target together

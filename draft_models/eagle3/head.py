@@ -25,14 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from specdec.draft_models.heads.feedback_drafts import ModuleRows
 from specdec.draft_models.heads.fused_layers import LLAMA, EchoContext, FusedLayers
-from specdec.draft_models.heads.head_modules import (
-    CosSin,
-    HeadForm,
-    HeadLayer,
-    HeadModule,
-    HeadSpec,
-    llama_config,
-)
+from specdec.draft_models.heads.head_modules import CosSin, HeadForm, HeadLayer, HeadModule, HeadSpec, llama_config
 from specdec.gpu.operations import Operations
 from specdec.kvcache.layer_context import LayerContext
 from specdec.layers.embedding import embed_and_norm

@@ -11,15 +11,7 @@ from specdec.attention.draft_block import DraftPlan
 from specdec.attention.plan import KVPlan, plan_chunk, plan_packed
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.tree_builder import TreeBuilder, num_candidates
-from specdec.draft_models.base import (
-    Binding,
-    DraftBatch,
-    Drafter,
-    Fit,
-    Observation,
-    PromptObservation,
-    TargetInfo,
-)
+from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.heads.fused_layers import fuse_in_place
 from specdec.draft_models.heads.head_modules import HeadForm, HeadModule
 from specdec.gpu.operations import REFERENCE, Operations

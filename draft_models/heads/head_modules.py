@@ -149,13 +149,7 @@ def llama_config(spec: HeadSpec) -> LlamaConfig:
 class HeadAttention(nn.Module):
     """Attention of one layer over inputs of size `width`. norm: makes the norms of q and k; None: no such norms."""
 
-    def __init__(
-        self,
-        spec: HeadSpec,
-        layer: int,
-        width: int,
-        norm: Callable[[int, float], nn.Module] | None,
-    ) -> None:
+    def __init__(self, spec: HeadSpec, layer: int, width: int, norm: Callable[[int, float], nn.Module] | None) -> None:
         super().__init__()
         self.layer, self.head_dim, self.scaling = layer, spec.head_dim, float(spec.head_dim**-0.5)
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim

@@ -44,7 +44,6 @@ NAMES = {
 }
 """Names, after "mtp.", of the parts of a module that `write_module` writes."""
 
-
 PLACES = (
     r"layers\.(?P<layer>\d+)\.(?:transformer(?:_block)?\.)?(?P<name>.+)",  # beyond the target's last layer
     r"mtp_layers\.(?P<module>\d+)\.(?P<name>.+)",

@@ -40,13 +40,13 @@ class MtpModule(nn.Module):
         self.norm = parts.get("norm", nn.Identity())
         self.embed, self.head = parts.get("embed"), parts.get("head")
         self.number, self.width = number, len(decoder.norm.weight)
-        self._source = decoder, like
+        self._decoder = [decoder]  # in a list, so that it is no sub-module
         self.block: Any = one_layer_decoder(decoder, like, self.layer, number)
 
     def like_layer(self, like: int) -> "MtpModule":
         """A module of these weights (packed ones stay packed), unfused, with a block like another layer. Raises
         CheckpointError if they do not fit."""
-        decoder, parts = self._source[0], self.parts()
+        decoder, parts = self._decoder[0], self.parts()
         return MtpModule(parts | {"layer": layer_like(decoder, like, parts["layer"])}, decoder, like, self.number)
 
     def parts(self) -> dict[str, nn.Module]:
@@ -62,7 +62,7 @@ class MtpModule(nn.Module):
             block: Any = fuse(self.block, ops)
             block.layers[0].index = self.number
             names = [name for name in ("enorm", "hnorm", "norm") if not isinstance(getattr(self, name), nn.Identity)]
-            norms = [(self, name, FusedNorm(getattr(self, name), self._source[0], ops)) for name in names]
+            norms = [(self, name, FusedNorm(getattr(self, name), self._decoder[0], ops)) for name in names]
             return [(self, "block", block), (self, "proj", fuse_linear(self.proj, ops)), *norms]
 
         return fuse_in_place(name, self, 1, self.probed, fused)

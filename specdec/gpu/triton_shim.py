@@ -59,7 +59,6 @@ KEEP = tl.constexpr("evict_last")
 """Cache hint for activations: keep them in the L2 cache, while weights and K/V, which are read once, stream through
 it."""
 
-
 LATE = tl.constexpr(2)
 """PDL of a kernel that triggers late: see above."""
 

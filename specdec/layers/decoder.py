@@ -113,7 +113,7 @@ class FusedLayer(nn.Module):
         """Returns the next layer's inputs (hidden, normed [T, H]) for the rows that continue; on an early exit, its own
         inputs. A generator, so that several ranks can run it with a share of the layer each."""
         parts, ops = self.parts, self.ops
-        product = ops(linear)(normed, parts.qkv, parts.qkv_bias, parts.split_ks and parts.split_ks.qkv)
+        product = ops(linear)(normed, parts.qkv, parts.qkv_bias, parts.split_ks.qkv)
         if parts.mixer is not None:  # every row changes the state, even if it does not continue
             rows = parts.mixer.run(product, normed, self.index, cast(RecurrentContext, context), ops)
         else:
@@ -138,7 +138,7 @@ class FusedLayer(nn.Module):
             mixed = parts.mixer.finish(rows, ops)
         else:
             mixed = self._attend(qkv, product, normed, context)
-        out = yield from self._last_sum(mixed, parts.out, parts.out_bias, parts.split_ks and parts.split_ks.out)
+        out = yield from self._last_sum(mixed, parts.out, parts.out_bias, parts.split_ks.out)
         end: dict[str, Any] = {"scale": parts.scale, "pre": self.next_norm}
         if parts.ple is None or layer_inputs is None:
             return (yield from self._feed_forward(out, hidden, normed, **end))
@@ -212,7 +212,7 @@ class FusedLayer(nn.Module):
         else:
             assert parts.mlp is not None
             gated = ops(gated_linear)(normed, parts.mlp.gate_up, parts.mlp.activation, parts.mlp.limit)
-            added = yield from self._last_sum(gated, parts.mlp.down, None, parts.split_ks and parts.split_ks.down)
+            added = yield from self._last_sum(gated, parts.mlp.down, None, parts.split_ks.down)
         return ops(norm)(added, post=parts.mlp_norm, residual=hidden, **both, **end)
 
     def _chosen(self, x: torch.Tensor, router_x: torch.Tensor, moe: MoeParts) -> Generator[RankShare, Product, Product]:
@@ -232,12 +232,12 @@ class FusedLayer(nn.Module):
     def _mlp_and_experts(
         self, inputs: BranchInputs, mlp: Mlp, moe: MoeParts
     ) -> Generator[RankShare, Product, tuple[Product, Product]]:
-        ops, split_ks = self.ops, self.parts.split_ks
-        if split_ks is None:
+        ops, share = self.ops, self.parts.split_ks.down
+        if share is None:
             dense, chosen = ops(mlp_and_experts)(inputs, mlp, moe.router, moe.experts)
         else:
             gated = ops(gated_linear)(inputs.mlp, mlp.gate_up, mlp.activation, mlp.limit)
-            dense = yield from self._last_sum(gated, mlp.down, None, split_ks.down)
+            dense = yield from self._last_sum(gated, mlp.down, None, share)
             dense = Product.from_value(ops(finish)(dense))  # copied before a later exchange may overwrite it
             chosen = yield from self._chosen(inputs.experts, inputs.router, moe)
         if moe.shared_gate is not None:
@@ -332,10 +332,11 @@ class PausedDecoder:
         narrowing = self.narrowing
         while self.done < end:
             layer = self.decoder.layers[self.done]
-            narrows = {} if narrowing is None or self.done != narrowing.layer else {"narrowing": narrowing}
-            self.hidden, self.normed = layer(self.hidden, self.normed, self.shared, specdec_ctx=self.context, **narrows)
-            if narrows and isinstance(narrowing, Narrowing):
-                self.shared, self.context = self.shared.select_rows(narrowing.rows), narrowing.context
+            here = narrowing if narrowing is not None and narrowing.layer == self.done else None
+            state = self.hidden, self.normed, self.shared
+            self.hidden, self.normed = layer(*state, specdec_ctx=self.context, narrowing=here)
+            if isinstance(here, Narrowing):
+                self.shared, self.context = self.shared.select_rows(here.rows), here.context
             self.done += 1
 
     def finish(self) -> torch.Tensor | None:

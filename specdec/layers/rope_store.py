@@ -98,7 +98,7 @@ def reference_rope_store(
         return RotatedQKV(q, None, None)
     v = v if heads.v_scale == 1.0 else v * heads.v_scale
     if destination is not None:
-        reference_store_kv(k, v, destination.slots, destination.pool_k, destination.pool_v)
+        reference_store_kv(destination, k, v)
     return RotatedQKV(q, k, v)
 
 
@@ -344,5 +344,5 @@ def rope_store(product: Product, heads: Heads, rotary: Rotary, destination: Dest
         **row_options(product, heads.head_dim // 2, num_warps=1),
     )
     if destination is not None and apart:
-        store_kv(k, v, destination.slots, destination.pool_k, destination.pool_v)
+        store_kv(destination, k, v)
     return attended

@@ -16,6 +16,7 @@ in any place and number. `probe.py` checks every deterministic model. Attention 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +24,9 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE, Operations
-from specdec.layers.gemm.linear import Mlp, linear, reference_gated_linear, reference_linear, reference_linear_parts
+from specdec.layers.gemm.linear import linear, reference_linear, reference_linear_parts
 from specdec.layers.gemm.product import Product, SplitK, split_k_of
-from specdec.layers.moe.dense_and_moe import mlp_and_experts
-from specdec.layers.moe.experts import Experts, reference_apply_experts
-from specdec.layers.moe.fork_join import BranchInputs
-from specdec.layers.moe.routing import Router, reference_route
+from specdec.layers.moe.dense_and_moe import mlp_and_experts, reference_mlp_and_experts
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
 
 ROWS = 16
@@ -111,14 +109,9 @@ def rowwise_linear(
     return reference_linear_parts(x, weight, split_k)._replace(bias=bias)
 
 
-def rowwise_mlp_and_experts(
-    inputs: BranchInputs, mlp: Mlp, router: Router, experts: Experts
-) -> tuple[Product, Product]:
-    dense = rowwise_linear(reference_gated_linear(inputs.mlp, mlp.gate_up, mlp.activation, mlp.limit), mlp.down)
-    return dense, reference_apply_experts(inputs.experts, reference_route(inputs.router, router), experts)
-
-
-ROWWISE = REFERENCE.replacing({linear: rowwise_linear, mlp_and_experts: rowwise_mlp_and_experts})
+ROWWISE = REFERENCE.replacing(
+    {linear: rowwise_linear, mlp_and_experts: partial(reference_mlp_and_experts, down=rowwise_linear)}
+)
 """Batch-invariant form of `REFERENCE`, to run in `VectorwiseMode`."""
 
 

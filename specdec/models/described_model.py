@@ -55,7 +55,6 @@ UNSUPPORTED_ATTRIBUTES = {
 """Config attributes that change the result in ways the runtime does not reproduce. A chunk size means nothing where
 `layer_types` calls every layer full or sliding, as in MiMo-V2-Flash, whose published config has one."""
 
-
 DYNAMIC_INT8 = ("torch.ao.nn.quantized", "torch.nn.quantized")
 """Packages of torch's modules that quantise activations."""
 

@@ -30,11 +30,7 @@ class Mixer(nn.Module):
         self.source: Any = source
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        *_args: Any,
-        specdec_ctx: RecurrentContext | None = None,
-        **kwargs: Any,
+        self, hidden_states: torch.Tensor, *_args: Any, specdec_ctx: RecurrentContext | None = None, **kwargs: Any
     ) -> torch.Tensor:
         """[1, T, H] -> [1, T, H]. The context arrives as the cache if a layer passes on nothing else."""
         context = kwargs[cache_name(type(self.source).forward)] if specdec_ctx is None else specdec_ctx

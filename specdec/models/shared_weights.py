@@ -19,8 +19,8 @@ from specdec.gpu.ranks import MAX_ROWS, Ranks
 from specdec.layers.description.decoder_parts import Unfusable
 from specdec.layers.fuse import FusedLinear, describe_decoder, fuse_embedding, fuse_linear
 from specdec.layers.packed.packed_modules import weight_of
-from specdec.layers.split.layer_shares import most_exchanged, require_shares
-from specdec.layers.split.split_decoder import SplitDecoder, SplitHead, divides_head
+from specdec.layers.split.layer_shares import PAIR, most_exchanged, require_shares
+from specdec.layers.split.split_decoder import SplitDecoder, SplitHead
 from specdec.models.probe import ProbeResult, Run
 from specdec.modules.private_copy import private_copy
 
@@ -52,7 +52,7 @@ def share_among(
 
 def share_head(head: nn.Module, ops: Operations, ranks: Ranks, placed: dict[int, torch.Tensor]) -> nn.Module:
     """The head divided by rows; on rank 0 if it is more than a product or its rows do not divide."""
-    if not isinstance(fuse_linear(head, ops), FusedLinear) or not divides_head(weight_of(head), len(ranks)):
+    if not isinstance(fuse_linear(head, ops), FusedLinear) or len(weight_of(head)) % (PAIR * len(ranks)):
         return fuse_linear(place_module(head, ranks, placed), ops)
     weight = weight_of(head)
     first = placed.get(id(weight), weight)  # it may be tied to the embedding

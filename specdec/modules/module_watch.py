@@ -1,11 +1,12 @@
 """Detects changes of the user's module tree after the engine has copied it (`private_copy.py`).
 
-    changed()   cheap, before each forward      sub-modules replaced, hooks or attributes added or removed; every
-                                                attribute of modules from outside torch and transformers
-    differs()   thorough, when the user asks    every attribute of every module, configs included
+    changed()      cheap, before each forward      sub-modules replaced, hooks or attributes added or removed; every
+                                                   attribute of modules from outside torch and transformers
+    may_differ()   thorough, when the user asks    every attribute of every module, configs included; true too if
+                                                   hooks or foreign modules can change without a visible change
 
 Parameters and buffers are not compared: `weight_watch.py` watches those. It cannot see changes inside a closure that a
-hook calls, or of global variables (`untraceable`).
+hook calls, or of global variables.
 """
 
 import copy
@@ -24,7 +25,7 @@ RECORDING_HOOKS = "transformers.utils.output_capturing"
 """Module of hooks that a model keeps after a request for hidden states. They only record."""
 
 PLAIN_PACKAGES = ("torch", "transformers", "specdec")
-"""Modules of these packages (specdec's: packed weights) do not change their own attributes; only `differs` compares
+"""Modules of these packages (specdec's: packed weights) do not change their own attributes; only `may_differ` compares
 them."""
 
 NOT_COMPARED = frozenset(vars(nn.Module())) | {
@@ -68,14 +69,10 @@ class ModuleWatch:
         except (KeyError, RuntimeError, ValueError):  # a module is gone, or tensors were compared
             return True
 
-    def differs(self) -> bool:
+    def may_differ(self) -> bool:
         """Costs the host about 20 us per module."""
-        return self.changed() or self._details() != self._noted_details
-
-    @property
-    def untraceable(self) -> bool:
-        """Are there hooks or foreign modules, whose behaviour can change without a visible change?"""
-        return bool(self._foreign or self._own_hooks())
+        is_untraceable = bool(self._foreign or self._own_hooks())
+        return is_untraceable or self.changed() or self._details() != self._noted_details
 
     def _children_now(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, self._children)))

@@ -61,8 +61,7 @@ def grouped_experts(
     """Their `forward` with grouped products, as transformers runs the experts of other families (on `meta`, which
     groups only bfloat16, with batched products)."""
     run = batched_mm_experts_forward if hidden_states.is_meta else grouped_mm_experts_forward
-    out: torch.Tensor = run(self, hidden_states, top_k_index, top_k_weights)
-    return out
+    return run(self, hidden_states, top_k_index, top_k_weights)
 
 
 def fused_rms_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:

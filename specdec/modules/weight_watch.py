@@ -25,7 +25,6 @@ logger = logging.getLogger("specdec")
 
 _VERSION = attrgetter("_version")
 
-
 _HELD = ContextVar("does this thread hold a weights lock", default=False)
 
 
@@ -139,10 +138,10 @@ class Weights:
             return self._sync()
 
     def find_hidden_changes(self) -> None:
-        """Find changes that `generation` has no time to look for: see `ModuleWatch.differs`. Modules that may have
+        """Find changes that `generation` has no time to look for: see `ModuleWatch.may_differ`. Modules that may have
         changed without a trace are copied again. Raises like `generation`."""
         with holding(self._lock):
-            if self._original is not None and (self._original.untraceable or self._original.differs()):
+            if self._original is not None and self._original.may_differ():
                 self._stale = True
             self._sync()
 

@@ -77,9 +77,13 @@ class SplitKs(NamedTuple):
     """Cuts of the weights in a rank's share of a layer, equal to those of the whole layer. down: None without an
     MLP."""
 
-    qkv: SplitK
-    out: SumShare
-    down: SumShare | None
+    qkv: SplitK | None = None
+    out: SumShare | None = None
+    down: SumShare | None = None
+
+
+WHOLE = SplitKs()
+"""A layer that one device has as a whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +114,7 @@ class LayerParts:
     moe: MoeParts | None = None
     ple: PleParts | None = None
     scale: torch.Tensor | None = None
-    split_ks: SplitKs | None = None
+    split_ks: SplitKs = WHOLE
 
     @property
     def norms_late(self) -> bool:

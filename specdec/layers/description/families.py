@@ -37,7 +37,6 @@ SCALED_EMBEDDINGS = frozenset(
 GATED_DELTA = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
 """Recurrent modules with a fused form, which several families have."""
 
-
 NORM_FIELDS = ("input_norm", "attention_norm", "mlp_input_norm", "mlp_norm")
 NORM_NAMES = (  # of GLM-4, Gemma, Llama, OLMo 2, Cohere
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
@@ -97,7 +96,7 @@ class LlamaLike:
             embeddings=self._embeddings(model) if getattr(model, "hidden_size_per_layer_input", 0) else None,
         )
 
-    def layer(self, layer: Any, model: Any, merged: WeightGroups, index: int = 0) -> LayerParts:
+    def layer(self, layer: Any, model: Any, merged: WeightGroups, index: int) -> LayerParts:
         """Describe layer `index` of a model, or of a head with layers like a model's."""
         attention = getattr(layer, "self_attn", None)
         if attention is None:

@@ -148,9 +148,7 @@ def descriptor(tensor: torch.Tensor, *tile: int) -> Any:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(tile))
 
 
-def choose_medium_tiles(
-    num_rows: int, shape: Sequence[int], device: torch.device, *, gated: bool = False
-) -> Tiles | None:
+def choose_medium_tiles(num_rows: int, shape: Sequence[int], device: torch.device, *, gated: bool) -> Tiles | None:
     """For a weight [N, K] of 2-byte numbers, the fastest tiles that were timed on an H100 at 40 to 256 rows. None if
     `gemm_small` or the vendor's library is as fast."""
     if not MAX_SMALL_ROWS < num_rows <= MAX_MEDIUM_ROWS:
@@ -198,11 +196,7 @@ def _plain_tiles(num_rows: int, n: int, k: int, multiprocessors: int) -> Tiles |
 
 
 def gemm_medium(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    tiles: Tiles,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, tiles: Tiles
 ) -> Product:
     """x [M, K], weight [N, K], both as descriptors need them; bias [N] or None -> product, or gated [1, M, N / 2]."""
     require_operands(x, weight, bias)

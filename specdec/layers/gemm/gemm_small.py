@@ -307,7 +307,7 @@ def gemm_small(
     )
 
 
-def choose_small_tiles(num_rows: int, n: int, split_k: SplitK, x: torch.Tensor, *, gated: bool = False) -> Tiles:
+def choose_small_tiles(num_rows: int, n: int, split_k: SplitK, x: torch.Tensor, *, gated: bool) -> Tiles:
     """Tiles for `num_rows` rows of x and a weight of n rows."""
     if x.dtype == torch.float32:  # float32 products do not use tensor cores
         return Tiles(64, 16 if num_rows <= 16 else 64, 32, 4, 3, 64)

@@ -10,6 +10,7 @@ while the router still chooses. The sums have the bits of `gated_linear`, `linea
 assignments (not `are_few`) these three run instead.
 """
 
+from collections.abc import Callable
 from math import inf
 
 import torch
@@ -17,13 +18,7 @@ import torch
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import tl, triton
 from specdec.layers.gemm.gemm_small import gemm_small_kernel
-from specdec.layers.gemm.linear import (
-    Mlp,
-    gated_linear,
-    linear,
-    reference_gated_linear,
-    reference_linear,
-)
+from specdec.layers.gemm.linear import Mlp, gated_linear, linear, reference_gated_linear, reference_linear
 from specdec.layers.gemm.product import Product, SplitK, require_operands, split_k_of
 from specdec.layers.moe.expert_tiles import expert_tiles, tiles_that_fit
 from specdec.layers.moe.experts import (
@@ -42,9 +37,10 @@ from specdec.layers.packed.packed_weight import PackedWeight, Weight
 
 
 def reference_mlp_and_experts(
-    inputs: BranchInputs, mlp: Mlp, router: Router, experts: Experts
+    inputs: BranchInputs, mlp: Mlp, router: Router, experts: Experts, *, down: Callable[..., Product] = reference_linear
 ) -> tuple[Product, Product]:
-    dense = reference_linear(reference_gated_linear(inputs.mlp, mlp.gate_up, mlp.activation, mlp.limit), mlp.down)
+    """down: computes the last product of the MLP."""
+    dense = down(reference_gated_linear(inputs.mlp, mlp.gate_up, mlp.activation, mlp.limit), mlp.down)
     return dense, reference_apply_experts(inputs.experts, reference_route(inputs.router, router), experts)
 
 

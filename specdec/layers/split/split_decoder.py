@@ -31,7 +31,7 @@ from specdec.layers.norm import norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.packed.weight_slices import place_weight, rank_rows
 from specdec.layers.per_layer_embedding import per_layer_inputs
-from specdec.layers.split.layer_shares import PAIR, share_of
+from specdec.layers.split.layer_shares import share_of
 
 
 class SplitLayer(nn.Module):
@@ -129,8 +129,7 @@ class SplitDecoder(nn.Module):
         self.layers = nn.ModuleList(SplitLayer(shares, ranks) for shares in zip(*by_rank, strict=True))
 
     def get_input_embeddings(self) -> nn.Module:
-        source: nn.Module = self.embedding.source if isinstance(self.embedding, FusedModule) else self.embedding
-        return source
+        return self.embedding.source if isinstance(self.embedding, FusedModule) else self.embedding
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, specdec_ctx: LayerContext, **unused: Any
@@ -165,11 +164,6 @@ class SplitDecoder(nn.Module):
         num_layers = len(self.layers)  # without the padding of the last shares
         whole = side_by_side([made.flatten(1) for made in own], self.ranks)
         return [product.parts[0].unflatten(1, (-1, own[0].shape[2]))[:, :num_layers] for product in whole]
-
-
-def divides_head(weight: Weight, count: int) -> bool:
-    """Can ranks have equally many rows of this weight?"""
-    return len(weight) % (PAIR * count) == 0
 
 
 class SplitHead(nn.Module):

@@ -25,12 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-    rename_source_key,
-)
+from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform, rename_source_key
 
 from specdec.errors import UnsupportedModelError
 from specdec.layers.description.moe_families import EXPERTS, experts_of, mixture_of
