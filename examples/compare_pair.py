@@ -52,7 +52,8 @@ def chat(pair: PublishedPair, args: argparse.Namespace) -> bool:
         transformers_logging.disable_progress_bar()
     config = EngineConfig(max_batch_size=1, dtype=getattr(torch, args.dtype) if args.dtype else None)
     params = SamplingParams(args.max_new_tokens, args.temperature, seed=args.seed)
-    spec = SpecConfig(args.steps or pair.num_steps, args.draft_topk, args.nodes, adaptive=False)
+    steps = pair.num_steps if args.steps is None else args.steps
+    spec = SpecConfig(steps, args.draft_topk, args.nodes, adaptive=False)
     engine = Engine.from_pretrained(pair.target, pair.drafter, spec=spec, config=config)
     prompts = [engine.chat_prompt(text) for text in args.prompt]
 
@@ -80,11 +81,10 @@ def compare(engine: Engine, groups: Sequence[TokenPrompts], params: SamplingPara
     identical = all(run["drafts"]["token_ids"] == run["plain"]["token_ids"] for run in runs)
     timing = run_figures([{"index": at, "runs": run} for at, run in enumerate(runs)], comparable=True)["timing"]
     speed, speed_up = timing["drafts"]["tokens_per_second"], timing["speed_up"]
-    console.print(
-        f"identical to plain decoding: {'yes' if identical else 'NO'}, {speed:.0f} tokens/s, speed-up {speed_up:.2f}x"
-    )
     total = RequestStats.total(RequestStats(**run["drafts"]["stats"]) for run in runs)
-    if slower := why_slower(speed_up, total, off=engine.drafts_off):
+    found = f"speed-up {speed_up:.2f}x" if total.drafted_rounds else "no speed-up: no drafts were made"
+    console.print(f"identical to plain decoding: {'yes' if identical else 'NO'}, {speed:.0f} tokens/s, {found}")
+    if total.drafted_rounds and (slower := why_slower(speed_up, total, off=engine.drafts_off)):
         console.print(f"slower, since {slower}", soft_wrap=True)
     if not identical and engine.target.dtype != torch.float32:
         console.print("in 16 bits two tokens that score within rounding may swap: --dtype float32 tells")

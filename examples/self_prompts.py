@@ -55,7 +55,7 @@ def main() -> None:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     p.add_argument("--target", required=True, help="hub id, folder or bundled name of a chat model")
-    p.add_argument("--out", type=Path, required=True, help="JSON-lines file for train_drafter.py --prompts")
+    p.add_argument("--out", type=Path, required=True, help="JSON-lines file for specdec train --prompts")
     p.add_argument("--count", type=int, default=2000)
     p.add_argument("--max-new", type=int, default=128, help="longest turn, in tokens")
     p.add_argument("--temperature", type=float, default=1.0)

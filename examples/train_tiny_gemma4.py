@@ -2,7 +2,7 @@
 
 Stages: tokenizer, target, report. The schedule follows the clock, so a run ends decayed and saved whatever the speed of
 the machine. Only GSM8K's training file is read; its last 200 problems and the held-out generated ones are never trained
-on. Its drafters come from train_drafter.py.
+on. Its drafters come from `specdec train`.
 
     python examples/train_tiny_gemma4.py --gsm8k-train train.jsonl --out out --minutes 9
 """

@@ -21,6 +21,7 @@ from specdec.attention.backend import TorchBackend
 from specdec.attention.plan import KVPlan, plan_verify
 from specdec.attention.trees.tree_builder import TreeBuilder
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Observation, StatelessDrafter
+from specdec.errors import SpecDecError
 
 PROMPT = "A snail climbs 5 feet up a wall each day and slips back 2 feet each night. How far is it after 4 days?"
 
@@ -119,7 +120,14 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=7)
     parser.add_argument("--max-new-tokens", type=int, default=120)
     args = parser.parse_args()
+    try:
+        show_round(args)
+    except SpecDecError as error:
+        parser.error(str(error))
 
+
+def show_round(args: argparse.Namespace) -> None:
+    """Answer the prompt, and print the round that accepted most."""
     transformers_logging.disable_progress_bar()
     console = Console(highlight=False)
     spec = SpecConfig(args.steps, args.draft_topk, args.nodes, adaptive=False)

@@ -239,7 +239,7 @@ class Engine:
         Leaving the loop early aborts the request. Bad input raises here, not at the first delta. A stream that fails
         raises RequestFailedError, or SpecDecError if the engine was closed.
         """
-        arguments.require_one_sample(params, "a stream")
+        arguments.require_one_request(prompt, params, "a stream")
         [request] = self._make_requests([prompt], params)
         return self._deltas(request)
 
@@ -250,7 +250,7 @@ class Engine:
         priority: from -100 to 100. Lower values are served first and preempted last; equal values in order of arrival.
         The value falls by 1 for every 64 later requests that are admitted before it.
         """
-        arguments.require_one_sample(params, "a handle")
+        arguments.require_one_request(prompt, params, "a handle")
         [handle] = self.submit_many([prompt], params, priority=priority)
         return handle
 

@@ -94,6 +94,13 @@ def test_prompts(prompt, parts, engine):
     assert is_untouched(engine)
 
 
+@pytest.mark.parametrize("call", ["submit", "stream"])
+@pytest.mark.parametrize("number", [3, np.int64(3), torch.tensor(3)], ids=str)
+def test_a_number_is_no_prompt_of_one_token(call, number, engine):
+    with one_sentence(ConfigError, "prompt=3", "a list of token ids is expected"):
+        getattr(engine, call)(number, SHORT)
+
+
 @pytest.mark.parametrize(
     ("params", "parts"),
     [

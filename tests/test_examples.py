@@ -172,6 +172,13 @@ def test_a_difference_is_an_error(command, run, monkeypatch):
     assert re.search(r"identical to (plain decoding|model.generate): NO", out)
 
 
+def test_a_comparison_without_drafts_has_no_speed_up(run):
+    """Two runs without drafts were said to have a speed-up of 0.95 or 1.04."""
+    code, out, _ = run("gemma4_mtp.py", "--drafter=none", "--compare", "--max-new-tokens=3")
+    assert code == 0
+    assert re.search(r"identical to plain decoding: yes, \d+ tokens/s, no speed-up: no drafts were made\n$", out)
+
+
 @pytest.mark.parametrize("name", ["gemma4_mtp", "eagle3"])
 def test_the_table_of_models_is_the_one_in_the_docstring(name, run, module):
     code, out, _ = run(f"{name}.py", "--models")
@@ -207,6 +214,8 @@ def test_short_names_hub_ids_and_folders_find_their_pair(model, drafter, want, m
         ("gsm8k.py --limit -1", "limit=-1"),
         ("gsm8k.py --drafter ./nowhere --limit 1", "./nowhere"),
         ("demo.py --count -1", "--count -1"),
+        ("eagle3.py --steps 0", "num_steps=0"),
+        ("tree_walkthrough.py --nodes 1", "num_draft_tokens=1"),
         ("eagle3.py --topk 4", "unrecognized arguments: --topk 4"),
     ],
 )

@@ -33,6 +33,8 @@ from processes import run as run_python
 from processes import run_ranks
 from tiny_families import FULL, SLIDING
 
+NO_GPU = "cuda:99" if torch.cuda.is_available() else "cuda"
+
 
 @pytest.fixture
 def checkpoint(tmp_path, make_target, byte_tokenizer) -> Path:
@@ -212,11 +214,27 @@ def test_a_bad_prompt_file_is_one_sentence(text, says, checkpoint, tmp_path) -> 
         ("--kind mtp --causal", "--causal True is an option of --kind block, not of mtp"),
         ("--kind assistant --kv-heads 2", "--kv-heads 2 is an option of --kind eagle3 and block, not of assistant"),
         ("--hidden -32", "Invalid value for '--hidden': .* 1 "),
+        ("--length 5000", "--length 5000: .* serves at most 4096 tokens"),
+        ("--seed -1", "Invalid value for '--seed': .* 0 "),
+        (f"--seed {1 << 63}", "--seed=9223372036854775808: an integer from 0"),
+        ("--device gpu", "device='gpu' cannot be used"),
+        (f"--device {NO_GPU}", f"device='{NO_GPU}' cannot be used"),  # it trained on the CPU
     ],
 )
 def test_what_cannot_be_trained_is_said_before_any_work(more, says, checkpoint, prompts, tmp_path) -> None:
     with pytest.raises(SystemExit, match=says):
         run(checkpoint, prompts, tmp_path / "out", more)
+    assert not (tmp_path / "out").exists()  # the corrected command may use the same folder
+
+
+def test_a_report_without_drafts_gives_no_acceptance(checkpoint, tmp_path, capsys) -> None:
+    """The held-out prompt leaves no room for an answer; its acceptance length was said to be 0.00."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"question": question}) for question in ("What?", "What is it? " * 20)))
+    found = run(checkpoint, file, tmp_path / "out", "--minutes 1e-9 --answer-minutes 1e-9")  # one update, one answer
+    assert (found["steps"], found["answers"]) == (1, 1)
+    assert [each["acceptance_length"] for each in found["held_out"].values()] == [None, None]
+    assert "chain of 4: no round had drafts over 0 prompts with room" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from specdec.draft_models.base import Drafter
 from specdec.engine import Engine
 from specdec.errors import SpecDecError, StoppingError
 from specdec.models.weight_storage import weights_in_words
-from specdec.runtime.calls.arguments import known_keywords, params_for, require_one_sample, require_type
+from specdec.runtime.calls.arguments import known_keywords, params_for, require_one_request, require_type
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request_output import GenerationOutput, StreamDelta
 from specdec.serving.admission import Admission, TextBound
@@ -108,7 +108,7 @@ class AsyncEngine:
         Leaving the loop early, or cancelling the task, aborts the request and frees its slots within a round. Bad
         input raises at the first delta.
         """
-        require_one_sample(params, "a stream")
+        require_one_request(prompt, params, "a stream")
 
         async def deltas() -> AsyncIterator[StreamDelta]:
             async with await self.submit([prompt], params, priority=priority) as streams:

@@ -136,7 +136,7 @@ def collect_answers(engine: Engine, prompts: Iterator[Chat], settings: TrainSett
     handles: deque[Handle] = deque()
     stage.update(max(done / count, spent / seconds), f"{done} answers")
     with open_records(path) as file:
-        while done < count and time.perf_counter() - began < seconds:
+        while done < count and (not done or time.perf_counter() - began < seconds):
             queue = range(done + len(handles), min(done + BATCHES_QUEUED * settings.batch, count))
             for number, prompt in zip(queue, waiting, strict=False):
                 params = SamplingParams(

@@ -6,6 +6,7 @@ same command continues where it was stopped (also by Ctrl-C), or only reports. T
 format (SpecForge's EAGLE-3, Qwen's MTP tensors, transformers' Gemma4Assistant, or DFlash).
 """
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,8 @@ from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.loading.drafter_loading import load_any_drafter
-from specdec.loading.model_loading import Checkpoint, load_tokenizer
+from specdec.loading.model_loading import Checkpoint, load_tokenizer, pick_device
+from specdec.models.described_model import context_length
 from specdec.models.target import TargetModel
 from specdec.progress import Stage
 from specdec.settings.declared_fields import require_fields
@@ -64,12 +66,14 @@ def measure(
             room = [min(settings.max_new_tokens, settings.length - len(p)) for p in ids]
             engine.generate(ids, [SamplingParams(max_new_tokens=most) for most in room], progress=False)
             stats = engine.stats()
+        length = round(stats.acceptance_length, 3) if stats.drafted_rounds else None
         found[name] = {
             "prompts": len(ids),
-            "acceptance_length": round(stats.acceptance_length, 3),
+            "acceptance_length": length,
             "accepted_per_position": [round(share, 3) for share in stats.accepted_per_position],
         }
-        print(f"{name}: acceptance length {stats.acceptance_length:.2f} over {len(ids)} prompts", flush=True)
+        figure = "no round had drafts" if length is None else f"acceptance length {length:.2f}"
+        print(f"{name}: {figure} over {len(ids)} prompts with room for an answer", flush=True)
     return found
 
 
@@ -88,25 +92,30 @@ def train_drafter(settings: TrainSettings) -> None:
     """Run all stages. Raises SpecDecError for a drafter that cannot be made; after Ctrl-C finished work is kept."""
     require_fields(settings, name_of=lambda name: f"--{name.replace('_', '-')}")
     require_own_options(settings)
-    state = PartialState(cpu=settings.device == "cpu" or not torch.cuda.is_available())
+    given = pick_device(settings.device)
+    state = PartialState(cpu=given.type == "cpu" or not torch.cuda.is_available())
     torch.manual_seed(settings.seed)
     require_free_folder(settings)
     source = prompt_source(settings.prompts, settings.seed)
-    asked = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(state.device if asked == "cuda" else asked)
+    device = state.device if given == torch.device("cuda") else given
     model = Checkpoint.from_name(settings.target).load(getattr(torch, settings.dtype), device).requires_grad_(False)
     tokenizer, target = load_tokenizer(settings.tokenizer or settings.target), TargetModel(model)
     if tokenizer is None:
         raise ConfigError(f"{settings.tokenizer or settings.target!r} holds no tokenizer; give --tokenizer")
+    most = context_length(model.config.get_text_config()).max_len
+    if most is not None and settings.length > most:
+        raise ConfigError(f"--length {settings.length}: {settings.target} serves at most {most} tokens; give fewer")
     drafter = NEW_DRAFTERS[settings.kind](target, settings)  # before the target answers anything
-    if state.is_main_process:
-        claim_folder(settings)
-        warn_of_repetition(settings.answers, source.num_prompts)
-    state.wait_for_everyone()
     config = EngineConfig(max_batch_size=settings.batch, max_model_len=settings.length)
     shown: dict[str, Any] = {"every": settings.log_every, "show": state.is_main_process}
     with Engine(target, None, tokenizer=tokenizer, config=config) as engine, Stage("answers", **shown) as stage:
-        collect_answers(engine, source.prompts, settings, stage)
+        tried, prompts = itertools.tee(source.prompts)
+        next(fitting_prompts(engine, tried, settings.length))
+        if state.is_main_process:  # a run that was refused has no folder
+            claim_folder(settings)
+            warn_of_repetition(settings.answers, source.num_prompts)
+        state.wait_for_everyone()
+        collect_answers(engine, prompts, settings, stage)
     state.wait_for_everyone()
     documents = read_answers(settings.out / "training", settings.length)
     tokens = sum(len(d) - cut for d, cut in documents)

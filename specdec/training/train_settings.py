@@ -9,6 +9,7 @@ from specdec.settings.declared_fields import (
     ABOVE_ZERO,
     FROM_ONE,
     FROM_ZERO,
+    Number,
     optimiser_option,
     option,
     shape_option,
@@ -52,7 +53,7 @@ class TrainSettings:
     report_count: int = option(64, "Held-out prompts for the report.", number=FROM_ONE)
     cache_gb: float = option(8.0, "Memory for the target's states.", number=FROM_ZERO)
     log_every: float = option(15.0, "Seconds between progress lines without a terminal.", number=FROM_ZERO)
-    seed: int = 1
+    seed: int = option(1, "Orders prompts, draws new weights and sampled answers.", number=Number(int, 0, 1 << 62))
     dtype: Dtype = option("bfloat16", "Of the target; the drafter is trained in bfloat16.")
     device: str | None = option(None, "cpu, cuda, ...; default: the GPU, else the CPU.")
     draft_vocab: int = shape_option(8192, "EAGLE-3: most frequent tokens that it can draft.", number=FROM_ONE)

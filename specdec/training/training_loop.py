@@ -180,7 +180,7 @@ def train_steps(
     stage.update(done)
     upcoming = batches.from_step(step)
     try:
-        while done < 1:
+        while done < 1 or not step:  # at least one, so that there is a drafter
             batch, known = next(upcoming)
             loss = draft_loss(drafter, batch, known, settings.draft_steps)
             loss.backward()

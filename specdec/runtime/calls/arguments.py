@@ -17,6 +17,7 @@ from specdec.config import BoundedDepth, EngineConfig, OpenDepth, SamplingParams
 from specdec.draft_models.base import Fit
 from specdec.errors import ConfigError, UnsupportedModelError, shown
 from specdec.modules.weight_watch import updates_are_counted
+from specdec.settings.plain_arguments import plain_number
 
 logger = logging.getLogger("specdec")
 
@@ -50,8 +51,11 @@ def spec_for(params: SamplingParams, spec: SpecConfig | None) -> SpecConfig | No
     return asked
 
 
-def require_one_sample(params: Any, what: str) -> None:
-    """Raise ConfigError if a request asks for several samples and only one is possible."""
+def require_one_request(prompt: Any, params: Any, what: str) -> None:
+    """Raise ConfigError for a bare number, which a list of prompts would make a prompt of one token, and for several
+    samples, where only one is possible."""
+    if isinstance(plain_number(prompt), (int, float)):
+        raise ConfigError(f"prompt={shown(prompt)}: a string or a list of token ids is expected")
     if isinstance(params, SamplingParams) and params.n > 1:
         raise ConfigError(f"n={params.n}: {what} has one sample; submit_many returns a handle for each, generate all")
 
