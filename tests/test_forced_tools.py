@@ -105,6 +105,33 @@ def test_two_tools_may_define_the_same_name(path, reciter):
     assert called(reciter, path, "g", {"x": 1}, *tools) is None
 
 
+@pytest.mark.parametrize("form", ["schema", "object"])
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
+def test_a_format_of_texts_leaves_room_for_calls(path, form, reciter):
+    """Agents with an output type ask for both; no call was possible, though every model's own calls are no JSON."""
+    asks = {"type": "json_object"}
+    if form == "schema":
+        answer = {"name": "answer", "schema": of(PLACE)}
+        asks = {"type": "json_schema"} | (answer if path == "responses" else {"json_schema": answer})
+    more = {"text": {"format": asks}} if path == "responses" else {"response_format": asks}
+
+    def read(text):
+        said = asked(reciter, path, text, tools=[tool("f", of(NUMBER)), tool("g", of(NUMBER))], **more)
+        if said.status_code != 200:
+            return "refused"
+        if path == "responses":
+            [item] = said.json()["output"]
+            return item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        [choice] = said.json()["choices"]
+        calls = choice["message"].get("tool_calls")
+        assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+        return calls[0]["function"]["arguments"] if calls else choice["message"]["content"]
+
+    assert read('{"name": "g", "arguments": {"x": 1}}') == '{"x": 1}'
+    assert read('{"x": {"city": "Ulm"}}') == '{"x": {"city": "Ulm"}}'
+    assert read('{"x": 1}') == ("refused" if form == "schema" else '{"x": 1}')
+
+
 @pytest.mark.parametrize("path", ["chat/completions", "responses"])
 def test_a_tool_must_be_called_whatever_the_format_of_texts(path, reciter):
     """instructor's RESPONSES_TOOLS and agents with an output type ask for both, and were refused."""

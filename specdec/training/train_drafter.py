@@ -111,6 +111,7 @@ def train_drafter(settings: TrainSettings) -> None:
     with Engine(target, None, tokenizer=tokenizer, config=config) as engine, Stage("answers", **shown) as stage:
         tried, prompts = itertools.tee(source.prompts)
         next(fitting_prompts(engine, tried, settings.length))
+        del tried  # it would keep all prompts that are read
         if state.is_main_process:  # a run that was refused has no folder
             claim_folder(settings)
             warn_of_repetition(settings.answers, source.num_prompts)

@@ -159,6 +159,10 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
     value: dict[str, Any] | None = None  # the schema, as huggingface_hub's client sends it
 
+    @property
+    def schema_of_text(self) -> dict[str, Any] | None:
+        return self.value if self.json_schema is None else self.json_schema.json_schema
+
 
 class StructuredOutputs(Body):
     """Constraints of the output, named as in vLLM; at most one is given."""

@@ -26,10 +26,10 @@ def sampling_params(
     state: ServeState,
     max_new_tokens: int,
     logprobs: int | None,
-    forced: dict[str, Any] | None = None,
+    calls: dict[str, Any] | None = None,
     echoed: int | None = None,
 ) -> SamplingParams:
-    """Make the parameters. forced: the grammar of a tool that must be called. echoed: alternatives per token of an
+    """Make the parameters. calls: the grammar of an answer that calls tools (`ToolChoice`). echoed: alternatives per token of an
     echoed prompt with log-probabilities. Raises ConfigError or ApiError for an invalid field."""
     if body.stream_options is not None and not body.stream:
         raise refused("stream_options", "stream_options goes with stream=true; set that too")
@@ -55,10 +55,10 @@ def sampling_params(
     if scored:
         given["prompt_logprobs"] = max(scored)
     asked = _requested_grammars(body)
-    constraints = asked.keys() - {"response_format"}  # that is for texts, and a call that must be made has none
-    if forced is not None and constraints:
+    constraints = asked.keys() - {"response_format"}  # that is for texts only
+    if calls is not None and constraints:
         raise refused("tool_choice", f"tool_choice and {constraints.pop()} are both given; leave one out")
-    given |= next(iter(asked.values()), {}) if forced is None else forced
+    given |= next(iter(asked.values()), {}) if calls is None else calls
     require_priority(body.priority or 0, state.settings)
     if body.cache_salt is not None and not 0 < len(body.cache_salt) <= MAX_SALT:
         message = f"cache_salt has {len(body.cache_salt)} characters; 1 to {MAX_SALT} are allowed"
@@ -123,7 +123,7 @@ def _requested_grammars(body: SamplingFields) -> dict[str, dict[str, Any]]:
     """The grammar that the body asks for, keyed by field: one or none."""
     asked: dict[str, dict[str, Any]] = {}
     if (form := body.response_format) is not None:
-        schema = form.value if form.json_schema is None else form.json_schema.json_schema
+        schema = form.schema_of_text
         if form.type == "text":
             if form.json_schema is not None or form.value is not None:
                 raise refused("response_format", "response_format.json_schema is for type='json_schema'")

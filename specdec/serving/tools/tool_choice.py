@@ -1,9 +1,9 @@
 """The tools that a chat may or must call: template arguments, the answer's grammar, and its parser.
 
-tool_choice    "none"           "auto"                     "required", or a tool by name
-template       nothing          the tools                  the tools
-grammar        none             none                       one call, as a JSON object
-parsed as      content          the model's own format     that object
+tool_choice    "none"           "auto"                     "auto", a JSON format     "required", or a tool by name
+template       nothing          the tools                  the tools                 the tools
+grammar        the format's     none                       the format, or one call   one call, as a JSON object
+parsed as      content          the model's own format     a call if it is one       that object
 
 The grammar is the JSON schema of an answer that calls one of several tools: {"name": ..., "arguments": {...}}. A tool's
 parameters are a separate schema document: "#" in them means the arguments, and two tools may both define
@@ -43,6 +43,7 @@ class ToolChoice:
         self.parser: type[AnswerParser] | None = None
         self.max_calls = 1 if body.parallel_tool_calls is False else None
         self._forced = body.forced_tools
+        self._format: dict[str, Any] | None = None  # schema of an answer that calls no tool
         choice = body.tool_choice or "auto"
         if choice not in ("none", "auto") and not self.tools:
             raise refused("tool_choice", "tool_choice goes with tools, and there are none; give some")
@@ -51,6 +52,8 @@ class ToolChoice:
         elif choice == "auto" and self.tools:
             if "tools" not in template_text(template):
                 raise refused("tools", "this model's chat template knows no tools; leave them out")
+            if (form := body.response_format) is not None and form.type != "text":
+                self._format, parser = form.schema_of_text or {"type": "object"}, BARE_JSON
             if parser is None:
                 message = (
                     "how this model writes tool calls is not known; name it with --tool-parser, or use tool_choice "
@@ -68,13 +71,14 @@ class ToolChoice:
 
     @property
     def grammar(self) -> dict[str, Any] | None:
-        """The grammar, if the answer must be a call."""
-        return {"json_schema": call_schema(self._forced)} if self._forced else None
+        """The grammar, if the answer must be a call, or may be one and has a format otherwise."""
+        tools = self._forced or [tool.function for tool in self.tools if self._format is not None]
+        return {"json_schema": call_schema(tools, self._format)} if tools else None
 
 
-def call_schema(tools: Sequence[Function]) -> dict[str, Any]:
+def call_schema(tools: Sequence[Function], other: dict[str, Any] | None = None) -> dict[str, Any]:
     """The schema of a call of one of these tools. Calls are one line, since a small model would fill more lines with
-    spaces.
+    spaces. other: the schema of an answer that is no call; None: there must be one.
 
     Raises ApiError if parameters accept no object, or if two tools' schemas have the same address.
     """
@@ -93,6 +97,8 @@ def call_schema(tools: Sequence[Function]) -> dict[str, Any]:
             if (owner := owners.setdefault(address, tool)) is not tool:
                 message = f"tools {owner.name} and {tool.name} both have a schema with $id={shown(address)}"
                 raise refused("tools", f"{message}; give each its own, or leave them out", "invalid_value")
+    if other is not None:
+        calls.append(_document(other, len(tools)))
     return (calls[0] if len(calls) == 1 else {"anyOf": calls}) | {"x-guidance": ONE_LINE}
 
 
@@ -108,15 +114,21 @@ def _arguments(tool: Function, number: int) -> dict[str, Any]:
             f'the parameters of tool {tool.name} accept {accepted}; the arguments of a call are of "type": "object"'
         )
         raise refused("tools", message, "invalid_value")
-    # not allowed in a nested document; the grammar library treats all versions alike
-    schema = {key: value for key, value in tool.parameters.items() if key != "$schema"}
+    schema = dict(tool.parameters)
     if "properties" in schema and not OPEN_ENDED & schema.keys():
         schema["additionalProperties"] = False
     if types != {"object"}:
         schema["type"] = "object"
-    if any(key.startswith("$") for key, _ in members(schema)):
-        schema["$id"] = _address(schema.get("$id", ""), number)
-    return schema
+    return _document(schema, number)
+
+
+def _document(schema: dict[str, Any], number: int) -> dict[str, Any]:
+    """A schema as a document within another, with an address if it has references."""
+    # not allowed in a nested document; the grammar library treats all versions alike
+    nested = {key: value for key, value in schema.items() if key != "$schema"}
+    if any(key.startswith("$") for key, _ in members(nested)):
+        nested["$id"] = _address(nested.get("$id", ""), number)
+    return nested
 
 
 def _address(own: Any, number: int) -> Any:
