@@ -41,6 +41,7 @@ MAX_TOOLS = 8192
 MAX_STOP_MEMBERS = 1024
 """Most members of `stop`, checked before each member; `SamplingParams` then allows `specdec.config.MAX_STOPS`."""
 MAX_BIASES = 4096
+NULLS = {"additionalProperties": {"type": "null"}}
 
 
 def refused(param: str, message: str, code: str | None = None) -> ApiError:
@@ -105,12 +106,7 @@ def _only_known(data: dict[str, Any], known: set[str], what: str, info: Validati
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        protected_namespaces=(),
-        json_schema_extra={"additionalProperties": {"type": "null"}},
-    )
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=(), json_schema_extra=NULLS)
 
     @model_validator(mode="before")
     @classmethod
