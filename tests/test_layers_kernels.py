@@ -11,7 +11,7 @@ from specdec.gpu import triton_shim
 from specdec.gpu.operations import FAST
 from specdec.gpu.triton_shim import LATE
 from specdec.layers import norm as norm_module
-from specdec.layers.gemm import gemm_medium, gemm_small
+from specdec.layers.gemm import gemm_large, gemm_medium, gemm_small
 from specdec.layers.gemm import linear as linear_module
 from specdec.layers.gemm.gemm_medium import choose_medium_tiles
 from specdec.layers.gemm.gemm_medium import gemm_medium as multiply_medium
@@ -58,6 +58,18 @@ def test_a_gate_of_any_size_is_exact():
         got = gated_linear(x, weight, activation)
         close(got[0], reference_activate(gates, activation))
         close(got[1], -reference_activate(-gates, activation))
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "splits", "large"),
+    [(512, 2560, 4, False), (1024, 2560, 4, True), (2048, 2560, 4, False), (2048, 6144, 4, True), (512, 8448, 1, True)],
+)
+def test_large_tiles_are_for_waves_that_they_fill(rows, n, splits, large, monkeypatch):
+    """1,024 rows of 2,560 are 80 large tiles, one wave of 132 programs, or 160 small ones, two waves. 2,048 rows are
+    two waves or three; a wave of large tiles takes 7 / 4 as long."""
+    monkeypatch.setattr(gemm_large, "device_limits", lambda _: (132, 227 << 10))
+    tiles = gemm_large.choose_large_tiles(rows, n, SplitK(splits, 640), torch.device("cpu"), gated=False)
+    assert tiles == (gemm_large.LARGE if large else gemm_large.SMALL)
 
 
 @pytest.mark.parametrize(("num_rows", "n", "k"), [(257, 520, 328), deep(400, 1100, 328)])

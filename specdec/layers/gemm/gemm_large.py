@@ -21,9 +21,10 @@ GROUP = 8
 BLOCK_K = 64
 """Columns of a tile."""
 
-MIN_WAVES = 4
-"""A weight with several ranges gets larger tiles from this number of waves on: in the last wave some programs are
-idle."""
+LARGE, SMALL = Tiles(256, 128, BLOCK_K, 8, 4, 256), Tiles(128, 128, BLOCK_K, 8, 4, 128)
+
+LARGE_TIME = 7 / 4
+"""Time of a LARGE tile, in SMALL ones."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -83,14 +84,16 @@ def gemm_large_kernel(
 
 
 def choose_large_tiles(num_rows: int, n: int, split_k: SplitK, device: torch.device, *, gated: bool) -> Tiles:
-    """The fastest tiles that were timed on an H100, for 2-byte numbers."""
+    """The fastest tiles that were timed on an H200, for 2-byte numbers."""
     multiprocessors, shared = device_limits(device)
-    if gated or split_k.splits == 1:
-        tiles = Tiles(256, 128, BLOCK_K, 8, 3, 256)
-    elif triton.cdiv(num_rows, 128) * triton.cdiv(n, 256) >= MIN_WAVES * multiprocessors:
-        tiles = Tiles(256, 128, BLOCK_K, 16, 4, 256)  # each range has an accumulator, which takes registers
-    else:
-        tiles = Tiles(128, 128, BLOCK_K, 8, 4, 128)
+
+    def waves(tiles: Tiles) -> int:
+        programs = triton.cdiv(num_rows, tiles.block_m) * triton.cdiv(n, tiles.block_n)
+        return int(triton.cdiv(programs, multiprocessors))
+
+    tiles = LARGE
+    if not gated and split_k.splits > 1 and waves(SMALL) <= waves(LARGE) * LARGE_TIME:
+        tiles = SMALL  # in the last wave of large tiles, many programs would be idle
     return tiles.fit(shared)
 
 
