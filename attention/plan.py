@@ -6,7 +6,7 @@ five builders makes it on the device from the request table:
     plan_packed   runs of prompt tokens of many requests, in one row of T places, each after its committed tokens
     plan_last     only the last token of each of these runs, once the K/V of the whole runs are stored
     plan_chunk    B causal runs that a drafter reads, padded to the longest; padding writes to the null slot
-    plan_verify   B trees of N nodes after their committed prefixes; over a window, see the header of `kvcache/table.py`
+    plan_verify   B trees of N nodes after their committed prefixes (over a window: header of `kvcache/table.py`)
     plan_frozen   queries of a frozen-KV drafter, which see only the committed prefix
 
 A plan holds tables of the backend that made it, so only that backend can compute with it. The runs of a prompt lie in a

@@ -364,7 +364,7 @@ def delta_heads(
             DTYPE=TL_DTYPES[convolved.dtype],
             BLOCK=triton.next_power_of_2(max(heads.k_dim, heads.v_dim)),
             num_warps=1,
-            **pdl_options(convolved.device, behind_library=True),
+            **pdl_options(convolved.device, after_library=True),
         )
     return q, k, v
 
@@ -386,6 +386,6 @@ def gate_norm(x: torch.Tensor, z: torch.Tensor, gain: Norm, activation: str) -> 
             DTYPE=TL_DTYPES[z.dtype],
             BLOCK=triton.next_power_of_2(dim),
             num_warps=1,
-            **pdl_options(z.device, behind_library=True),
+            **pdl_options(z.device, after_library=True),
         )
     return out

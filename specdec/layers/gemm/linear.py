@@ -134,11 +134,11 @@ def _by_other_kernels(
         return None
     if len(x) > VENDOR_ROWS and not held:
         whole = F.linear(x, dequantise(weight, x.dtype) if isinstance(weight, PackedWeight) else weight, bias)
-        return Product.from_value(whole if activation is None else _gate(whole, activation, inf, behind_library=True))
+        return Product.from_value(whole if activation is None else _gate(whole, activation, inf, after_library=True))
     return _by_other_kernels(x, weight, bias, activation, split_k, in_order=True)
 
 
-def _gate(merged: torch.Tensor, activation: str, limit: float, *, behind_library: bool) -> torch.Tensor:
+def _gate(merged: torch.Tensor, activation: str, limit: float, *, after_library: bool) -> torch.Tensor:
     """merged [M, 2 I] -> act(gate) * up [M, I]."""
     out = merged.new_empty((len(merged), merged.shape[1] // 2))
     if out.numel():
@@ -148,7 +148,7 @@ def _gate(merged: torch.Tensor, activation: str, limit: float, *, behind_library
             LIMITED=limit < inf,
             BLOCK=1024,
             num_warps=4,
-            **pdl_options(merged.device, behind_library=behind_library),
+            **pdl_options(merged.device, after_library=after_library),
         )
     return out
 
@@ -219,7 +219,7 @@ def gated_linear(
     limit, since the gate then has a launch of its own."""
     assert activation in ACTIVATIONS and len(weight) % 2 == 0, f"{activation=} {weight.shape=}"
     if limit < inf:
-        return _gate(finish(linear(x, weight, in_order=in_order)), activation, limit, behind_library=False)
+        return _gate(finish(linear(x, weight, in_order=in_order)), activation, limit, after_library=False)
     split_k = SplitK(1, weight.shape[1])
     if tiles is None:
         product = _by_other_kernels(x, weight, None, activation, split_k, in_order)
