@@ -284,8 +284,8 @@ class FusedDecoder(RepointableModule):
         narrowing: Narrowing | EarlyExit | None = None,
         **unused: Any,
     ) -> BaseModelOutputWithPast:
-        """input_ids or inputs_embeds, and position_ids, of any leading shape with T rows -> states of that shape. If
-        only R rows continue: [1, R, H]; if none does: None."""
+        """Run the model: input_ids or inputs_embeds, and position_ids, of any leading shape with T rows -> states of
+        that shape. If only R rows continue: [1, R, H]; if none does: None."""
         paused = self.begin_forward(input_ids, position_ids, specdec_ctx, narrowing, inputs_embeds)
         paused.advance(paused.num_layers)
         return BaseModelOutputWithPast(last_hidden_state=paused.finish())  # type: ignore[arg-type]

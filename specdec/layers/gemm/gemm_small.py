@@ -50,8 +50,8 @@ HELD_RANGE = 512
 for [3072, 2560] in int4 on an H200."""
 
 HELD_PROGRAMS = {4: PACKED_WAVE, 8: 264}
-"""Most programs that hold such a range, by the weight's bits: as many as run at once. More would load only after these
-end."""
+"""Maximum programs that hold a range, by the weight's bits: as many as run at once. Further ones would load only after
+these end."""
 
 MIN_TILE_HEIGHT = 32
 """Minimum weight rows per program: fewer would reread x too often."""

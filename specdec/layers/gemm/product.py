@@ -36,7 +36,7 @@ LOW_HEIGHT = 512
 """Up to this many rows of a weight, a program can hold its tile of one range of K."""
 
 LOW_RANGE = 512
-"""Most columns of a range of such a weight, in 16 bits and in FP8."""
+"""Maximum columns of a range of K of a weight with at most LOW_HEIGHT rows, in 16 bits and in FP8."""
 
 PACKED_RANGE = 256
 """Ranges of K of a packed weight begin at multiples of this number of columns."""
@@ -225,7 +225,7 @@ def split_k_of(weight: Weight, shape: Sequence[int] | None = None) -> SplitK:
 
 
 def reference_activate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """float32 in and out."""
+    """Apply one of ACTIVATIONS; float32 in and out."""
     return F.gelu(x, approximate="tanh") if activation == "gelu_tanh" else F.silu(x)
 
 

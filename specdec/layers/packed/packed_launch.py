@@ -104,17 +104,17 @@ RANGES = (1, 2, 3, 4, 6, 8)
 """Possible numbers of ranges of K in any order."""
 
 MIN_RANGE = 512
-"""Minimum columns of such a range."""
+"""Minimum columns of a range of K in any order."""
 
 MAX_PART_ROWS = 2048
-"""Most rows of all parts of a sum together: more would take much memory."""
+"""Maximum rows of all parts of a sum together: more would take much memory."""
 
 SCALES_AND_STORES_BYTES = 10 << 10
 """Bytes of shared memory for scales and for a program's stores."""
 
 # The costs of a launch on an H200, in microseconds (us); bytes and operations on an H100.
 WAVE_US = 1.44  # to start and end the programs that a multiprocessor runs at once
-PROGRAM_US = 0.42  # more for each program of such a wave
+PROGRAM_US = 0.42  # for each program of such a wave, in addition
 PART_US = 0.52  # for each part that the next kernel adds, besides its bytes
 LIBRARY_US = 9.0  # for the library's two additional launches and for what every product takes
 TWO_TILES_FACTOR = 1.03  # on the time of a launch with two tile sizes: it is chosen only if clearly faster
@@ -129,16 +129,16 @@ SHORT_RANGE = 1280
 """Up to this many columns per range `gemm_small` reads a high int4 weight with small groups in tiles of 128
 columns, not 256."""
 
-REGISTERS = 128
-"""Register limit per thread, set if it lets a fourth program run on a multiprocessor."""
+REGISTERS_FOR_FOUR = 128
+"""Register limit per thread with which four programs run on a multiprocessor."""
 
-FOR_THREE = 168
+REGISTERS_FOR_THREE = 168
 """Register limit per thread with which three programs run on a multiprocessor."""
 
-FOR_THREE_IN_LONG_GROUPS = 144
-"""Register limit per thread for int4 in groups of more than 32 columns, where it is fastest."""
+REGISTERS_IN_LONG_GROUPS = 144
+"""Register limit per thread that is fastest for int4 in groups of more than 32 columns; three programs run too."""
 
-FOR_NEXT = 72
+REGISTERS_FOR_NEXT = 72
 """Register limit per thread that leaves room for programs of the next kernel while the last of these run."""
 
 WAVE_OF_FOUR = 528
@@ -169,20 +169,22 @@ def choose_packed_tiles(num_rows: int, weight: PackedWeight, split_k: SplitK, dt
         elif not in_parts:
             stages = 4
         fits_next = few_rows and at_once and not in_parts and not fixed and is_fast(weight, dtype)
-        return Tiles(64, block_m, fixed or 128, 4, stages, 64, registers=FOR_NEXT if fits_next else REGISTERS)
+        return Tiles(
+            64, block_m, fixed or 128, 4, stages, 64, registers=REGISTERS_FOR_NEXT if fits_next else REGISTERS_FOR_FOUR
+        )
     small_groups = weight.code == "int4" and weight.group <= 32
     if len(weight) >= SPLIT_HEIGHT and small_groups and in_parts and split_k.split_len <= SHORT_RANGE:
-        return Tiles(64, block_m, 128, 4, stages, 64, registers=REGISTERS)
+        return Tiles(64, block_m, 128, 4, stages, 64, registers=REGISTERS_FOR_FOUR)
     if few_rows and PACKED_WAVE < programs <= WAVE_OF_FOUR:
-        return Tiles(64, block_m, 256, 4, 3, 64, registers=REGISTERS)
+        return Tiles(64, block_m, 256, 4, 3, 64, registers=REGISTERS_FOR_FOUR)
     if not few_rows and programs > PACKED_WAVE:
-        return Tiles(64, block_m, 128, 4, 4, 64, registers=REGISTERS)
+        return Tiles(64, block_m, 128, 4, 4, 64, registers=REGISTERS_FOR_FOUR)
     if not in_parts:
         return Tiles(64, block_m, 256, 4, stages, 64)
     if few_rows:
         return Tiles(64, block_m, 256, 4, 4, 64)
     long_groups = weight.code == "int4" and weight.group > 32 and weight.zeros is None and is_fast(weight, dtype)
-    registers = FOR_THREE if small_groups else FOR_THREE_IN_LONG_GROUPS if long_groups else None
+    registers = REGISTERS_FOR_THREE if small_groups else REGISTERS_IN_LONG_GROUPS if long_groups else None
     return Tiles(64, block_m, 256, 4, stages, 64, registers=registers)
 
 
