@@ -38,7 +38,7 @@ class ChainAttention(LayerContext):
     def attend_tokens(
         self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
-        """q [B * N, Hq, D], k and v [B * N, Hkv, D] -> [B * N, Hq, D]."""
+        """Attend: q [B * N, Hq, D], k and v [B * N, Hkv, D] -> [B * N, Hq, D]."""
         assert k is not None and v is not None, "a draft has K/V of its own"
         dtype, softcap, sinks = q.dtype, options.get("softcap"), options.get("sinks")
         q, k, v = (x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (q, k, v))
@@ -102,7 +102,7 @@ class BlocksAttention(LayerContext):
     def attend_tokens(
         self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
-        """q [B * A * K, Hq, D], k and v [B * A * K, Hkv, D] -> [B * A * K, Hq, D]."""
+        """Attend: q [B * A * K, Hq, D], k and v [B * A * K, Hkv, D] -> [B * A * K, Hq, D]."""
         assert k is not None and v is not None, "a draft has K/V of its own"
         dtype, rows, group = q.dtype, len(self.steps), q.shape[1] // k.shape[1]
         q, k, v = (x.unflatten(0, (len(self.before), -1)).transpose(1, 2) for x in (q, k, v))  # [B, heads, A * K, D]

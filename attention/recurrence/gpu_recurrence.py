@@ -298,7 +298,7 @@ def _tree_arguments(plan: KVPlan) -> tuple[tuple[torch.Tensor, torch.Tensor], tu
 
 
 def _by_row(x: torch.Tensor) -> torch.Tensor:
-    """x [T, ...] with each row contiguous."""
+    """Return x [T, ...] with each row contiguous."""
     dense = x[0].is_contiguous() if len(x) else True
     return x if dense else x.contiguous()
 
