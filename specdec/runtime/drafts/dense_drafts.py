@@ -70,7 +70,7 @@ class RecordedText:
 
     @property
     def positions(self) -> torch.Tensor:
-        """[T]."""
+        """Position of each token, [T]."""
         return torch.arange(len(self.tokens), device=self.tokens.device)
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
