@@ -150,8 +150,8 @@ class KVPlan:
     is then [1, T].
 
     rows [B]: rows of the request table.    positions [B, N] of the queries.
-    tree: the tree whose nodes the queries are; None: the queries are causal, or have no keys (write None).
-    write [B * N]: slots of the queries' K/V, by group; None: the queries have no K/V.
+    tree: the tree whose nodes the queries are; None: the queries are causal, or those of a frozen drafter.
+    write [B * N]: slots at which the queries' K/V are stored, by group; None: the forward stores none.
     prefix: tables of the prefixes; of a pack if the sequence is one.
     block_len [B]: number of real queries of each causal run, before padding; None: all are real.
     window_shift: added to the window of every sliding layer. Not 0 only if a frozen drafter's convention requires it.
