@@ -17,7 +17,7 @@ from specdec.layers.packed.packed_weight import BITS, PackedWeight, Weight
 from specdec.layers.packed.unpack_asm import is_fast
 
 UNLISTED_ROWS = 16
-"""Most rows of x whose assignments are not listed by expert first: those of the smallest tile."""
+"""Maximum rows of x whose assignments are not listed by expert first: those of the smallest tile."""
 
 STATIC_BYTES = 4 << 10
 """Shared memory of a program besides its tiles in flight."""

@@ -126,8 +126,8 @@ DEEP_RANGE = 2560
 """If ranges have more columns than this, a program of `gemm_small` has four tiles in flight, otherwise three."""
 
 SHORT_RANGE = 1280
-"""Up to this many columns per range `gemm_small` reads a high int4 weight with small groups in tiles of 128
-columns, not 256."""
+"""Up to this many columns per range, `gemm_small` reads an int4 weight with SPLIT_HEIGHT rows or more and small groups
+in tiles of 128 columns, not 256."""
 
 REGISTERS_FOR_FOUR = 128
 """Register limit per thread with which four programs run on a multiprocessor."""

@@ -51,7 +51,8 @@ PART_SHARE = 0.4
 too."""
 
 MAX_STEPS = 8
-"""Most steps among which a forward is divided, by its expected time: prompts that arrive meanwhile wait for its end."""
+"""Maximum steps among which a forward is divided, by its expected time: prompts that arrive meanwhile wait for its
+end."""
 
 MIN_CAP = 512
 """Lower bound on the cap of a step, in prompt tokens: with fewer, a GPU spends its time on reading weights."""
