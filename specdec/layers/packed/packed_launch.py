@@ -82,8 +82,8 @@ TILE_TIMINGS: dict[Tiles, dict[str, TileTiming]] = {
     },
 }
 """Tiles, by the form of a weight, that were fastest for some of nine weights and 64 to 640 rows. On an H200, a layer
-takes on average 0.2 %, and at most 5 %, longer with the model's choice for one of its products than with the fastest
-timed launch.
+takes on average 0.2 %, and at most 5 %, longer with the time model's choice for one of its products than with the
+fastest timed launch.
 
 With a register limit about a tenth below its own choice, the compiler orders a loop in another way, up to 15 % faster
 (docs/results/2026-11-29-h200.md)."""
@@ -233,7 +233,8 @@ class PackedLaunch(NamedTuple):
         """Returns tiles of x, tiles of a weight of n rows that have a program for each of them, and programs of short
         tiles; all for each range of K.
 
-        The last tile of x ends with the last row. With short ones, only nearly whole ones count."""
+        The last tile of x ends with the last row. Next to short tiles, a tall one but the first counts only if it is whole,
+        with rows rounded as in `_rounded`; short ones cover the rest."""
         each, weight_tiles = self.tiles.block_m + self.tiles.tail_m, triton.cdiv(n, self.tiles.block_n)
         if self.short_tiles is None:
             return triton.cdiv(num_rows, each), weight_tiles, 0
@@ -243,7 +244,7 @@ class PackedLaunch(NamedTuple):
 
 
 def _rounded(num_rows: int) -> int:
-    """Rows as the model counts them."""
+    """Rows as the time model counts them: rounded up to a multiple of 32."""
     return -(-num_rows // 32) * 32
 
 
@@ -265,15 +266,15 @@ def choose_packed_rows(
 def _choose(
     num_rows: int, shape: PackedShape, gated: bool, split_k: SplitK | None, multiprocessors: int, shared: int
 ) -> PackedLaunch | None:
-    took = {
+    times = {
         launch: _microseconds(num_rows, shape, launch, multiprocessors)
         for tiles in TILE_TIMINGS
         if tiles.block_m <= num_rows and _fits(tiles, shape, shared)  # absent rows take longer than real ones
         for launch in _launches(num_rows, shape, tiles, gated, split_k, multiprocessors)
     }
-    if not took or (split_k is None and min(took.values()) > _library_microseconds(num_rows, shape)):
+    if not times or (split_k is None and min(times.values()) > _library_microseconds(num_rows, shape)):
         return None
-    return min(took, key=lambda launch: took[launch])
+    return min(times, key=lambda launch: times[launch])
 
 
 def _launches(
@@ -283,15 +284,15 @@ def _launches(
     # for a second sum, to which a program adds the sum of each range; for 8 bits `gemm_small` is as fast
     has_registers = tiles.block_m == 64 and not tiles.tail_m and (tiles.block_n == 64 or tiles.registers is None)
     split_ks = [split_k] if split_k else [_equal_ranges(shape.k, ranges) for ranges in ((1,) if gated else RANGES)]
-    for some in split_ks:
-        if some.splits == 1:
-            yield PackedLaunch(tiles, some)
+    for cut in split_ks:
+        if cut.splits == 1:
+            yield PackedLaunch(tiles, cut)
             for short in SHORT_TILES.get(tiles, ()):
-                yield from _mixed(num_rows, shape, PackedLaunch(tiles, some, short_tiles=short), multiprocessors)
-        elif some.splits * num_rows <= MAX_PART_ROWS and (in_order or some.split_len >= MIN_RANGE):
-            yield PackedLaunch(tiles, some)
-        if in_order and some.splits > 1 and shape.bits == 4 and has_registers:
-            yield PackedLaunch(tiles, some, summed=True)
+                yield from _mixed(num_rows, shape, PackedLaunch(tiles, cut, short_tiles=short), multiprocessors)
+        elif cut.splits * num_rows <= MAX_PART_ROWS and (in_order or cut.split_len >= MIN_RANGE):
+            yield PackedLaunch(tiles, cut)
+        if in_order and cut.splits > 1 and shape.bits == 4 and has_registers:
+            yield PackedLaunch(tiles, cut, summed=True)
 
 
 def _mixed(num_rows: int, shape: PackedShape, launch: PackedLaunch, multiprocessors: int) -> Iterator[PackedLaunch]:
