@@ -1,7 +1,7 @@
 """Reads and writes the files of a checkpoint in any format (config.json, tensors), and reports damaged ones.
 
 transformers checks types when it makes a config, but not numbers, which fail later as a division by zero or a wrong
-shape. The keys in `CHECKED_KEYS` are checked here, for target and drafter, and refused by name. Drafter families check the
+shape. Those in `CHECKED_KEYS` are checked here, for target and drafter, and refused by name. Drafter families check the
 rest of their keys. Tensors are loaded into a head, with the target tokens that the head drafts (`d2t`, `t2d`).
 """
 

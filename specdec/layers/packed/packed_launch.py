@@ -233,8 +233,8 @@ class PackedLaunch(NamedTuple):
         """Returns tiles of x, tiles of a weight of n rows that have a program for each of them, and programs of short
         tiles; all for each range of K.
 
-        The last tile of x ends with the last row. Next to short tiles, a tall one but the first counts only if it is whole,
-        with rows rounded as in `_rounded`; short ones cover the rest."""
+        The last tile of x ends with the last row. Next to short tiles, a tall one counts only if `_rounded` rows fill
+        it, or if it is the first."""
         each, weight_tiles = self.tiles.block_m + self.tiles.tail_m, triton.cdiv(n, self.tiles.block_n)
         if self.short_tiles is None:
             return triton.cdiv(num_rows, each), weight_tiles, 0
