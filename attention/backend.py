@@ -7,7 +7,7 @@
 
 The torch backend runs anywhere, and is the reference for the Triton backend, which needs an NVIDIA GPU (tests run it on
 a CPU in Triton's interpreter). Every plan refers to the backend that made it, and every worker gets that object, so no
-code asks which one it is.
+code asks which backend it has.
 """
 
 from dataclasses import dataclass
@@ -52,8 +52,8 @@ class Backend(PlanBackend, TreeBackend, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TorchBackend:
-    """Every operation as torch operators. deterministic: rows attend one by one, so the host reads their lengths.
-    captured: no other value of a tensor may be read on the host."""
+    """Every operation as torch operators. deterministic: rows attend one by one, for which the host reads lengths.
+    captured: forwards may be captured, so no other operation reads a value on the host."""
 
     name = "torch"
     deterministic: bool = False
@@ -82,7 +82,8 @@ class TorchBackend:
 
 @dataclass(frozen=True, slots=True)
 class TritonBackend:
-    """Tables and write slots take one launch, a store of K/V and a tree one each; attention and moves take two.
+    """Every operation as Triton launches: one for tables and write slots, one to store K/V, one to select a tree; two
+    to attend or to move K/V.
 
     deterministic: keys are cut by absolute position in prompts too, as they always are in chains and trees; recurrent
     layers read prompts in the order of decoding.

@@ -51,7 +51,8 @@ def specdec_attention(
     specdec_ctx: LayerContext | None = None,
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The registered attention function: takes queries [1, Hq, B*N, D] or [B*N, Hq, 1, D], returns heads after rows."""
+    """The registered attention function: queries [1, Hq, B*N, D] -> [1, B*N, Hq, D], or [B*N, Hq, 1, D] -> [B*N, 1, Hq,
+    D]."""
     if specdec_ctx is None:
         raise SpecDecError(
             "the attention implementation 'specdec' works inside a specdec engine only; "
@@ -143,8 +144,8 @@ class ForwardContext(LayerContext):
         return self._attend_own(layer, q, **options)
 
     def _attend_own(self, layer: int, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        """Attend with this rank's heads. Pools and page table cannot be of two groups: `layer_kv` holds the pools, and
-        its group chooses the `Attend`, which the backend made from the plan's page table of that group."""
+        """Attend with this rank's heads. Pools and page table always belong to one group: `layer_kv` holds the pools,
+        and its group chooses the `Attend`, which the backend made from the plan's page table of that group."""
         layer_kv = self.view.layer(layer)
         attend = self.attention[layer_kv.group, self.windows[layer], self.view.spec(layer).shares]
         query = q.view(*self.plan.positions.shape, *q.shape[1:]).transpose(1, 2)  # [B, Hq, N, D]
@@ -167,8 +168,8 @@ class ForwardContext(LayerContext):
 
 
 def record_states(layers: Sequence[nn.Module]) -> None:
-    """Hook the layers of a private copy, so that a forward's context gets the hidden states it has keys for in
-    `states`.
+    """Hook the layers of a private copy. The hooks fill `states` of a forward's context, for the layers that it has as
+    keys.
 
     The hooks stay; if a context asks for no state, they cost one look-up per layer.
     """

@@ -5,7 +5,7 @@ It wraps another backend and changes none of its results. It checks, for B rows 
     write[b, n]   the slot of position S + n of the row in its group, with one owner; the null slot on padding
     pages[b, j]   the page of position start + j * page_size of the row, if that is below S;
                   for a draft in progress, the slot of each such position
-    start, P      cover [0, S) in the primary group, and the part that some query sees in a windowed one
+    all pages     cover [0, S) in the primary group, and in a windowed one the part that some query sees
     attention     is finite for a finite query: freed slots and unwritten slots hold NaN
 
 All checks are tensor operations that read nothing back, so a captured round repeats them at every replay.
@@ -83,7 +83,7 @@ class CheckedBackend:
         return block
 
     def _slots_at(self, group: GroupId, rows: torch.Tensor, positions: torch.Tensor) -> GroupLoc:
-        """The table's slots, in one group, at positions of rows; a position past the end of a row gets the row's last
+        """The table's slots in one group at positions of rows. A position past the end of a row gets the row's last
         slot."""
         slots = self.table.slots.tensor
         return self.table.allocator.translate(group, PrimaryLoc(slots[rows, positions.clamp(max=slots.shape[1] - 1)]))
@@ -91,8 +91,8 @@ class CheckedBackend:
     def _check_slots(
         self, group: GroupId, rows: torch.Tensor, positions: torch.Tensor, read: torch.Tensor, seen: torch.Tensor
     ) -> None:
-        """Compare `read` [B, L], the slots from which keys at positions [B, L] of rows are read, with the table, where
-        `seen`."""
+        """Compare `read` [B, L] with the table where `seen`: the slots from which a forward reads keys at these
+        positions [B, L]."""
         expected = self._slots_at(group, rows, positions)
         wrong = seen & ((read != expected) | (read == NULL_SLOT))
         self.sanitizer.record_fault(Fault.READ, group, wrong, rows, positions, read, expected)
@@ -107,8 +107,7 @@ class CheckedBackend:
             self._check_slots(group, self._rows(plan), positions, read, inside)
 
     def _check_lengths(self, plan: KVPlan) -> None:
-        """Check where forwards begin: a run at any committed position, a tree or frozen draft right after the last
-        one."""
+        """Check where forwards without a pack begin: a chunk at any position up to S, a tree or frozen draft at S."""
         rows, planned = plan.rows[:, None], plan.committed_len[:, None]
         committed = self.table.committed_len.tensor[rows]
         wrong = planned > committed if plan.block_len is not None else planned != committed

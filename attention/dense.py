@@ -14,9 +14,9 @@ in packs run by run (`runs_attention`; `masked_runs` within a capture). Two func
 
     attend_together   all rows of a request in one operation
     attend_alone      row by row, so that a row's bits depend on its own path only: on its query and the keys it sees.
-                      Its path alone decides the shape, strides and alignment of every tensor that it is computed
-                      with, and a head's bits are the same on a rank that has fewer heads. Kernels do this by another
-                      order of sums (`kernels/tree_attention.py`).
+                      Its path alone decides the shape, strides and alignment of every tensor that it is computed with,
+                      and a head's bits are the same on a rank that has fewer heads. Kernels have this property too,
+                      with another order of sums (`kernels/tree_attention.py`).
 
 Keys are read from the pools, after the forward has stored its own.
 """
@@ -144,32 +144,32 @@ def attend_alone(keys: VisibleKeys, block_len: torch.Tensor | None = None) -> At
     seen = keys.seen
     if block_len is not None:
         seen = seen & (torch.arange(seen.shape[1], device=seen.device) < block_len[:, None])[:, :, None]
-    of_requests = []
+    by_request = []
     for slots, by_row in zip(keys.slots, seen, strict=True):
-        by_some = by_row.any(0)
-        of_requests.append((slots[by_some], [_columns(row) for row in by_row[:, by_some]]))
+        seen_by_any = by_row.any(0)
+        by_request.append((slots[seen_by_any], [_columns(row) for row in by_row[:, seen_by_any]]))
 
     def attend(
         query: torch.Tensor, pool_k: FieldPool, pool_v: FieldPool, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
         dtype, num_heads = torch.promote_types(query.dtype, torch.float32), query.shape[1]
         out = query.new_zeros((len(query), query.shape[2], num_heads, pool_v.shape[2]))
-        in_group, sinks = num_heads // pool_k.shape[1], options.get("sinks")
+        group_size, sinks = num_heads // pool_k.shape[1], options.get("sinks")
         # bits of a batched product depend on the batch size, but not those of torch's operator in one thread
-        alike = sinks is None and options.get("softcap") is None and torch.get_num_threads() == 1
-        at_once = num_heads if alike else 1
-        for b, (slots, rows) in enumerate(of_requests):
+        keeps_bits = sinks is None and options.get("softcap") is None and torch.get_num_threads() == 1
+        heads_at_once = num_heads if keeps_bits else 1
+        for b, (slots, rows) in enumerate(by_request):
             keys_values = [read_rows(pool, slots).to(dtype) for pool in (pool_k, pool_v)]  # [L, Hkv, D]
-            for first in range(0, num_heads, at_once):
-                heads = slice(first, first + at_once)
-                groups = slice(first // in_group, -(-heads.stop // in_group))
+            for first in range(0, num_heads, heads_at_once):
+                heads = slice(first, first + heads_at_once)
+                groups = slice(first // group_size, -(-heads.stop // group_size))
                 own = [x[:, groups].clone(memory_format=torch.contiguous_format) for x in keys_values]
-                some: ScoreOptions = {**options, "sinks": None if sinks is None else sinks[heads]}
+                head_options: ScoreOptions = {**options, "sinks": None if sinks is None else sinks[heads]}
                 for n, columns in enumerate(rows):
                     if columns is not None:
                         row = query[b, heads, n, None].to(dtype, copy=True, memory_format=torch.contiguous_format)
                         k, v = (x[columns].transpose(0, 1)[None] for x in own)
-                        out[b, n, heads] = dense_attention(row[None], k, v, **some)[0, 0]
+                        out[b, n, heads] = dense_attention(row[None], k, v, **head_options)[0, 0]
         return out
 
     return attend

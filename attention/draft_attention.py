@@ -14,7 +14,7 @@ from specdec.kvcache.layer_context import LayerContext, OwnRows, ScoreOptions
 
 
 def same_document(pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(do query and key belong to one text [B, T, T], query position minus key position [T, T])."""
+    """(mask [B, T, T] of queries and keys of one text, query position minus key position [T, T])."""
     doc = (pos == 0).cumsum(1)
     place = torch.arange(pos.shape[1], device=pos.device)
     return doc[:, :, None] == doc[:, None, :], place[:, None] - place[None, :]
@@ -23,8 +23,8 @@ def same_document(pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class ChainAttention(LayerContext):
     """Attention of chains over positions [B, T]. It keeps the keys and values of every step for each draft layer.
 
-    windows: one per draft layer, None: full. in_float32: scores are not rounded, as kernels do not: for a reference in
-    16 bits. rows: places whose drafts continue after step 0; None: all places.
+    windows: one per draft layer, None: full. in_float32: 16-bit inputs are widened first, so scores are not rounded;
+    kernels do not round them either. rows: places whose drafts continue after step 0; None: all places.
     """
 
     def __init__(self, windows: Sequence[int | None], pos: torch.Tensor, *, in_float32: bool = False) -> None:
@@ -38,7 +38,7 @@ class ChainAttention(LayerContext):
     def attend_tokens(
         self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
-        """q [B * N, Hq, D], k and v [B * N, Hkv, D] -> [B * N, Hq, D]."""
+        """Attend: q [B * N, Hq, D], k and v [B * N, Hkv, D] -> [B * N, Hq, D]."""
         assert k is not None and v is not None, "a draft has K/V of its own"
         dtype, softcap, sinks = q.dtype, options.get("softcap"), options.get("sinks")
         q, k, v = (x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (q, k, v))
@@ -102,7 +102,7 @@ class BlocksAttention(LayerContext):
     def attend_tokens(
         self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
-        """q [B * A * K, Hq, D], k and v [B * A * K, Hkv, D] -> [B * A * K, Hq, D]."""
+        """Attend: q [B * A * K, Hq, D], k and v [B * A * K, Hkv, D] -> [B * A * K, Hq, D]."""
         assert k is not None and v is not None, "a draft has K/V of its own"
         dtype, rows, group = q.dtype, len(self.steps), q.shape[1] // k.shape[1]
         q, k, v = (x.unflatten(0, (len(self.before), -1)).transpose(1, 2) for x in (q, k, v))  # [B, heads, A * K, D]

@@ -97,8 +97,8 @@ class DraftPlan(NamedTuple):
 
 
 class DraftBlock(ABC):
-    """One draft in progress. Each layer has scratch pools [B * W, Hkv, D]; the last M of a request's W rows are for the
-    K/V of the draft's nodes."""
+    """One draft in progress. Each layer has scratch pools [B * W, Hkv, D]: W rows per request, the last M of them for
+    K/V of the draft's M nodes."""
 
     locate: Callable[[RequestTable, Rows, torch.Tensor, int], PageTables]
 
@@ -111,7 +111,7 @@ class DraftBlock(ABC):
         nodes = torch.arange(num_nodes, device=device)
         words = torch.arange(-(-num_nodes // WORD), device=device)
         bits = (nodes[:, None] // WORD == words).long() << (nodes % WORD)[:, None]  # [M, words]
-        # the keys that a node sees: its own (`enter_level` adds its ancestors'); or those up to its own; or all
+        # a node sees the keys of all nodes, of the nodes up to itself, or its own (`enter_level` adds its ancestors')
         if draft.order is NodeOrder.MUTUAL:
             self.bits_of = bits.sum(0, keepdim=True).expand_as(bits)
         else:
@@ -162,8 +162,8 @@ class DraftBlock(ABC):
 
 
 class TorchDraftBlock(DraftBlock):
-    """A draft in plain torch. A request's scratch rows begin with a copy of its committed keys that the layer sees.
-    To gather these keys at each level would take a CPU ten times as long as to attend."""
+    """A draft in plain torch. A request's scratch rows begin with a copy of the committed keys that the layer sees:
+    gathering them at each level would take a CPU ten times as long as attention itself."""
 
     locate = staticmethod(reference_build_page_tables)
 

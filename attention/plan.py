@@ -6,7 +6,7 @@ five builders makes it on the device from the request table:
     plan_packed   runs of prompt tokens of many requests, in one row of T places, each after its committed tokens
     plan_last     only the last token of each of these runs, once the K/V of the whole runs are stored
     plan_chunk    B causal runs that a drafter reads, padded to the longest; padding writes to the null slot
-    plan_verify   B trees of N nodes after their committed prefixes; over a window, see the header of `kvcache/table.py`
+    plan_verify   B trees of N nodes after their committed prefixes (over a window: header of `kvcache/table.py`)
     plan_frozen   queries of a frozen-KV drafter, which see only the committed prefix
 
 A plan holds tables of the backend that made it, so only that backend can compute with it. The runs of a prompt lie in a
@@ -150,8 +150,8 @@ class KVPlan:
     is then [1, T].
 
     rows [B]: rows of the request table.    positions [B, N] of the queries.
-    tree: the tree whose nodes the queries are; None: the queries are causal, or have no keys (write None).
-    write [B * N]: slots of the queries' K/V, by group; None: the queries have no K/V.
+    tree: the tree whose nodes the queries are; None: the queries are causal, or those of a frozen drafter.
+    write [B * N]: slots at which the queries' K/V are stored, by group; None: the forward stores none.
     prefix: tables of the prefixes; of a pack if the sequence is one.
     block_len [B]: number of real queries of each causal run, before padding; None: all are real.
     window_shift: added to the window of every sliding layer. Not 0 only if a frozen drafter's convention requires it.

@@ -61,8 +61,8 @@ class TargetInfo(Protocol):
 
 
 class Fit(NamedTuple):
-    """Properties of a target that a fitted drafter depends on. The drafter runs only with targets that have the
-    same."""
+    """Properties of a target that a fitted drafter depends on. The drafter runs only with targets whose `Fit` is
+    equal."""
 
     layout: KVLayout
     hidden_size: int

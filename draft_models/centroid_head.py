@@ -29,7 +29,7 @@ MAX_CENTROIDS = 1 << 15
 
 
 class CentroidHead(NamedTuple):
-    """centroids [C, H], ordering [C, V / C] of token ids, weight [V, H], and the number of best centroids to score."""
+    """An ordered head: centroids [C, H], ordering [C, V / C] of token ids, weight [V, H], and top_k, k above."""
 
     centroids: torch.Tensor
     ordering: torch.Tensor

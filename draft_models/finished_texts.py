@@ -69,8 +69,8 @@ class FinishedTexts:
         self._texts: deque[tuple[int, bytes]] = deque()  # (cells, salt) of each, oldest first
         self._ring = max(size, MATCH)  # cells; a context never wraps around fully
         self._cells: IntArray = np.full(self._ring, NOTHING, dtype=np.int64)
-        self._stale = np.zeros(self._ring, dtype=bool)  # cells changed since then: their places left the order
-        self._fresh = np.zeros(self._ring, dtype=bool)  # places that joined since then
+        self._stale = np.zeros(self._ring, dtype=bool)  # cells changed since the last `flush`: their places left
+        self._fresh = np.zeros(self._ring, dtype=bool)  # places that joined the order since the last `flush`
         self._device = torch.zeros(2 * self._ring + 1, dtype=torch.int64, device=device)  # cells, order, its length
         self.clear()
 
@@ -82,7 +82,7 @@ class FinishedTexts:
         self._first = self.num_tokens = 0  # first cell of the oldest text; cells in use, at most `size`
         self._cells[:] = NOTHING
         self._order: IntArray = np.zeros(0, dtype=np.int64)  # replaced as a whole
-        self._sent = self._order  # the device's copy
+        self._sent = self._order  # as the device has it
         self._stale[:] = self._fresh[:] = False
         self._device[: self._ring].fill_(NOTHING)
         self._device[self._ring :].zero_()

@@ -115,7 +115,7 @@ class Gemma4MTPDrafter(Drafter):
         return out, self.model.post_projection(out)
 
     def draw(self, batch: DraftBatch, out: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Draw the next token [B, M] from each state [B, M, H]. positions [B, M]: the positions of the drawn tokens."""
+        """Draw the next token [B, M] from each state [B, M, H]. positions [B, M]: those of the drawn tokens."""
         head, ops = self._centroids, None if self.unfused else self.ops
         if head is None or ops is None or batch.params is None:
             return batch.sample(self.logits(out), positions)
@@ -155,7 +155,7 @@ class Gemma4MTPDrafter(Drafter):
         return torch.cat([self.model.lm_head(out), following], dim=-1).flatten(0, 1).float()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[B, M, H] -> [B, M, V]; -inf outside the best centroids if the head has centroids."""
+        """Logits of states [B, M, H] -> [B, M, V]; -inf outside the best centroids if the head has centroids."""
         head = self._centroids
         return self.model.lm_head(hidden) if head is None else reference_centroid_logits(hidden, head)
 

@@ -1,4 +1,4 @@
-"""A smaller causal language model with the target's vocabulary as drafter: it continues the text, the target verifies.
+"""A drafter that is a smaller causal language model with the target's vocabulary: it continues the text.
 
 It keeps its K/V like an EAGLE-3 head (`eagle3_drafter.py`), and reads no state of the target. Invariant: after
 `observe`, its K/V of [0, S) equal those of a fresh prefill, as far as windows reach.
@@ -33,7 +33,7 @@ class LanguageModel(TargetInfo, Protocol):
         """The model can compute positions below this; None: all positions."""
 
     def forward(self, tokens: torch.Tensor, plan: KVPlan, view: KVView) -> tuple[torch.Tensor, Any]:
-        """tokens [B, N] -> states after the final norm [B, N, H]; other results are ignored."""
+        """Run tokens [B, N] -> states after the final norm [B, N, H]; other results are ignored."""
 
     def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
         """States after the final norm [B, N, H] of tokens at positions [B, N]. The context decides where K/V are
@@ -78,7 +78,8 @@ class LanguageModelDrafter(Drafter):
         return tokens.clamp(max=self.model.vocab_size - 1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[B, M, H] -> [B, M, V] with the target's V, since checkpoints pad the same vocabulary to different sizes."""
+        """Logits of states [B, M, H] -> [B, M, V] with the target's V: checkpoints pad one vocabulary to different
+        sizes."""
         logits = self.model.logits(hidden)[..., : self.vocab_size]
         return F.pad(logits, (0, self.vocab_size - logits.shape[-1]), value=-torch.inf)
 

@@ -41,7 +41,7 @@ from specdec.draft_models.base import (
 from specdec.draft_models.finished_texts import BEFORE, MATCH, NOTHING, FinishedTexts, StoredMatches
 
 MATCHES = 64
-"""Most matches used from a request's own text: the longest ones; among equally long ones the latest."""
+"""Maximum matches used from a request's own text: the longest ones; among equally long ones the latest."""
 
 COMPARED = 1 << 23
 """Tokens that are compared at one time, at 3 bytes each."""
@@ -126,12 +126,13 @@ class OwnMatches(NamedTuple):
 
 
 def join_matches(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Numbers [B, ..] of the matches in the text itself and of those in finished texts, if there are any -> [B, P]."""
+    """Join values [B, ..] of the matches in the text itself with those of matches in finished texts, if any -> [B,
+    P]."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def match_weights(matched: torch.Tensor) -> torch.Tensor:
-    """Weight of each match [B, P] by its number of equal tokens, float32; 0: no match."""
+    """Weight 4^(m - max m) of each match [B, P] with m equal tokens, float32; 0 without a match."""
     return torch.where(matched > 0, 4.0 ** (matched - matched.amax(1, keepdim=True)), 0.0)
 
 
@@ -170,7 +171,7 @@ def matched_lengths(history: torch.Tensor, newest: torch.Tensor) -> torch.Tensor
 
 
 def children(next_token: torch.Tensor, followed: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distinct next tokens of each node with most weight: tokens [B, M, K] and their log-probabilities [B, M, K].
+    """The K distinct next tokens of each node that have most weight: tokens [B, M, K] and log-probabilities [B, M, K].
 
     next_token: [B, P] of each match. followed: [B, M, P] weights of the matches that pass through each node. If fewer
     than K tokens follow a node, the rest are the lowest other token ids, with log-probability LOWEST.

@@ -42,8 +42,8 @@ DRAFTER_FAMILIES = (
 WORDS: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
 """Drafters that a word selects."""
 MTP, AUTO, NONE = "mtp", "auto", "none"
-"""Words that depend on the target: its checkpoint's own modules; those, else its published drafter if that is on disk,
-else "suffix". And the word for no drafter."""
+"""Words whose meaning depends on the target, and the word for no drafter. mtp: the modules in the target's checkpoint.
+auto: those modules, else the target's published drafter if it is on disk, else "suffix". none: no drafter."""
 NAMES = (*WORDS, MTP, AUTO, NONE)
 
 

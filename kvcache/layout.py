@@ -123,8 +123,8 @@ class Retention(NamedTuple):
     def num_kept(self, lookahead: int) -> int | None:
         """How many tokens an engine keeps for requests with `lookahead` uncommitted tokens; None: all.
 
-        A record is kept until it is folded and no round in flight reads it, so up to twice `lookahead` are kept. A
-        grammar may force up to FOLD tokens in a round, root included, even if the lookahead is shorter.
+        A record is kept until it is folded (up to FOLD tokens) and no round in flight reads it (twice `lookahead`
+        tokens). A grammar may force up to FOLD tokens in a round, root included, even if the lookahead is shorter.
         """
         return self.window if self.cached else FOLD + max(2 * lookahead, FOLD)
 

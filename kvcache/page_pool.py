@@ -105,7 +105,7 @@ class PagePool:
         return left
 
     def require_claims(self, pages: IntArray, once: IntArray | None = None) -> tuple[IntArray, IntArray]:
-        """Raise DoubleFreeError unless each of `pages` is held by as many rows as it is named times.
+        """Raise DoubleFreeError if a page is named more often than rows hold it.
 
         once: ids of claims, all of which must differ. Returns the distinct pages in order of first mention, and how
         often each is named.

@@ -80,7 +80,7 @@ class PrefixCache:
         return self._usable(self._pages_of(self._walk(key, salt)))
 
     def adopt(self, row: int, key: IntArray, salt: bytes = b"") -> int:
-        """Begin an empty row with the matching pages. Returns their number of slots, which are committed now."""
+        """Begin an empty row with the matching pages. Returns their number of slots."""
         path = self._walk(key, salt)
         pages = self._usable(self._pages_of(path))
         if len(pages):
@@ -295,12 +295,13 @@ class PrefixCache:
         return (node for node in list(self._by_age) if not node.children)
 
     def _trim(self, leaf: _Node, most: int) -> IntArray:
-        """Cut up to `most` pages that no row holds off the end of a leaf, back to a place where a match can end."""
+        """Cut pages off the end of a leaf: `most`, then as many more as a match needs to end there; never a page that a
+        row holds."""
         held = np.flatnonzero(self.allocator.primary.is_held(leaf.pages))
-        min_free = int(held[-1]) + 1 if len(held) else 0
-        left = max(min_free, len(leaf.pages) - most)
-        if left > min_free:
-            left = max(min_free, len(self._usable(leaf.pages[:left])))
+        min_left = int(held[-1]) + 1 if len(held) else 0
+        left = max(min_left, len(leaf.pages) - most)
+        if left > min_left:
+            left = max(min_left, len(self._usable(leaf.pages[:left])))
         return self._cut(leaf, left)
 
     def _cut(self, node: _Node, left: int) -> IntArray:
@@ -330,15 +331,15 @@ class PrefixCache:
                 break
             given_up.append(self._trim(node, short))
             short -= len(given_up[-1])
-        self._uncache(np.concatenate(given_up[::-1]))  # alloc then takes the last ones first
+        self._uncache(np.concatenate(given_up[::-1]))  # reversed: `alloc` takes the last ones first
         for node in self._leaves():  # then the other leaves, before pages that rows hold
             if pool.free_pages >= min_free:
                 break
             self._uncache(self._cut(node, 0))
 
     def _evict_peers(self, group: GroupId, min_free: int) -> None:
-        """Free peers in a group until `min_free` are free. Peers that no match at the end of a node needs are freed
-        first."""
+        """Free peers in a group until `min_free` are free. The peers that a match at the end of a node needs are freed
+        last."""
         pool, retain = self.allocator.pools[group], int(self.table.retain[group])
         batch = max(min_free, pool.free_pages + pool.capacity // BATCH)
         for tail, wanted in ((-(-retain // self.page_size), batch), (0, min_free)):

@@ -166,7 +166,7 @@ class RequestTable:
 
     def adopt_pages(self, row: int, pages: IntArray) -> None:
         """Begin an empty row with `pages` that another row or the cache claims. They hold the K/V of the row's first
-        tokens, which are committed now.
+        tokens, which are committed now, except the last `reread`.
 
         In each windowed group the last `retain` of these tokens (or all, if there are fewer) must be mapped. Records
         are not adopted.
@@ -301,7 +301,7 @@ class RequestTable:
             end = np.maximum(unseen, start)
             if (end - start).max(initial=0) < least:
                 continue
-            *_, pages = self._pages_between(rows, start, end)  # a page that rows share is named once by each row
+            *_, pages = self._pages_between(rows, start, end)  # a page that several rows share is named once for each
             self.allocator.evict(group, pages)
             self.evicted_len[group, rows] = end
             freed += len(pages)

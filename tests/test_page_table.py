@@ -120,7 +120,7 @@ def test_widths_may_be_anything():
 def test_programs_take_blocks_of_a_long_prefix_in_turn(monkeypatch: pytest.MonkeyPatch):
     """Blocks of 16 pages, 4 programs a row: the third of 150 tokens comes round twice, and no block past its end."""
     monkeypatch.setattr(page_table_module, "BLOCK", 16)
-    monkeypatch.setattr(page_table_module, "FEW_PROGRAMS", 0)
+    monkeypatch.setattr(page_table_module, "TARGET_PROGRAMS", 0)
     table, rows = filled(1, [4], [0, 64, 150], 2)
     got = tables_of(table, rows, 2, 190)
     assert (got.tables[PRIMARY] > 0).sum(dim=1).tolist() == [150, 64, 0]

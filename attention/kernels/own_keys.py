@@ -27,8 +27,8 @@ BLOCK = 512
 
 
 class OwnKeys(NamedTuple):
-    """slots [B, R, ALIGN + path_len] int32 and run_end [B, N] int32; R = N. If the block is a chain, R = 1 and run_end
-    is None.
+    """Own keys of B requests: slots [B, R, ALIGN + path_len] int32 and run_end [B, N] int32, with R = N. If the block
+    is a chain, R = 1 and run_end is None.
 
     path_len: nodes on the longest path; 0 if the queries have no keys.
     """

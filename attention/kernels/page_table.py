@@ -25,14 +25,14 @@ from specdec.kvcache.table import RequestTable, Rows
 
 BLOCK = 1024
 
-FEW_PROGRAMS = 512
+TARGET_PROGRAMS = 512
 """Target number of programs for the prefixes of all rows together. The programs of one row take its blocks in turn."""
 
 MIN_PROGRAMS = 4
 """Lower bound on the programs for one row's prefix, unless it has fewer blocks."""
 
 ALIGNED = 16
-"""The size of each group's part is rounded up to a multiple of this, so that every part begins at an aligned
+"""Each group's part of a buffer is rounded up to a multiple of this size, so that every part begins at an aligned
 address."""
 
 
@@ -179,7 +179,7 @@ def build_page_tables(table: RequestTable, rows: Rows, committed_len: torch.Tens
     pages = req_to_slot.new_empty(starts[-1])
     start = req_to_slot.new_empty((len(widths), _rounded(batch)))
     write = req_to_slot.new_empty((len(widths), _rounded(batch * num_nodes)))
-    programs = min(triton.cdiv(widths[PRIMARY], BLOCK), max(MIN_PROGRAMS, FEW_PROGRAMS // max(batch, 1)))
+    programs = min(triton.cdiv(widths[PRIMARY], BLOCK), max(MIN_PROGRAMS, TARGET_PROGRAMS // max(batch, 1)))
     node_blocks = max(triton.cdiv(num_nodes, BLOCK), 1)  # at least one: it writes `start`
     _page_tables_kernel[(batch, node_blocks + programs, len(widths))](
         *(req_to_slot, maps, table.retain_on_device, rows.index, committed_len, pages, start, write),

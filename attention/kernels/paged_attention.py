@@ -1,7 +1,7 @@
 r"""Attention of a draft in progress: its newest level attends to the committed prefix and its ancestors in one call.
 
-For request b, node i of the level at position q_i, keys of the prefix at position p in page
-`pages[b, (p - start[b]) // page_size]`, keys of the draft's nodes so far, its block, at positions r_j, window w:
+Request b has keys of its prefix by position p, in page `pages[b, (p - start[b]) // page_size]`, and keys j of its block
+(the draft's nodes so far) at positions r_j. Node i of the level, at position q_i, sees keys through its window w:
 
     visible(i, p) = start[b] <= p < S_b     and q_i - p < w     a committed key; S_b = committed_len[b]
     visible(i, j) = bit j of ancestors[b,i] and q_i - r_j < w   key j of the block, M for the N nodes of the level

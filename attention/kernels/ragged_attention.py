@@ -33,8 +33,8 @@ FEW_TOKENS = 256
 """A forward of at most this many tokens usually reads a part of one long prompt while other requests decode."""
 
 FILLING_ROWS = 64
-"""From this many rows (of all heads) per multiprocessor on, tiles are chosen for throughput; with fewer rows, other
-tiles finish sooner."""
+"""From this many rows (of all heads) per multiprocessor on, tiles are chosen for throughput; with fewer rows, for the
+time of one program."""
 
 
 class RaggedTiles(NamedTuple):
@@ -55,7 +55,8 @@ TALL = RaggedTiles(128, 32, 8, 3, waves=1.1)
 would compute the same product of queries and keys."""
 
 TALL_ROWS = 1024
-"""Fewest rows, of all heads of a group, that get TALL tiles in any order."""
+"""Minimum packed rows (tokens times the query heads of a K/V head) for TALL tiles, if keys may be added in any
+order."""
 
 
 def ragged_attention(
@@ -144,10 +145,10 @@ def choose_ragged(
     *,
     exact: bool,
 ) -> RaggedTiles:
-    """Choose tiles. In any order: those of decoding, or TALL. In order: plain decoding's cut of keys, with larger row
-    tiles, which change no bit; the fastest that were timed on an H200 (`python -m bench ordered-attention`).
+    """Choose the tiles that were fastest on an H200 (`python -m bench ordered-attention`). Keys in any order: those of
+    drafts, or TALL. Keys in order (`exact`): plain decoding's cut of keys, with larger row tiles, which change no bit.
 
-    In order a row has two accumulators: of a chain, and of all chains before it. Where registers do not hold both, the
+    In order, a row has two accumulators: of a chain, and of all chains before it. If registers do not hold both, the
     compiler moves the second to local memory while a chain is added, which is faster than smaller tiles."""
     multiprocessors, shared = device_limits(device)
     rows = num_tokens * group

@@ -42,7 +42,8 @@ FEW_QUERIES = 32
 """Up to this many queries, a merge kernel lets the next product start at once, to load its weight meanwhile."""
 
 MANY_MERGES = 1024
-"""Above this many programs, a merge kernel does so too: its last programs start late anyway."""
+"""Above this many programs, a merge kernel also lets the next product start at once: its last programs start late
+anyway."""
 
 MANY_HEADS = 8
 """From this number of K/V heads on, splits with 256 channels are twice as long."""
@@ -164,7 +165,7 @@ def tree_attention(
 
 
 def merges_late(queries: int, heads: int) -> bool:
-    """Does the merge trigger late (`triton_shim.py`)?"""
+    """Does the merge kernel let the next launch start only late (`triton_shim.py`)?"""
     return queries > FEW_QUERIES and queries * heads <= MANY_MERGES
 
 

@@ -1,7 +1,7 @@
 r"""Parts that the kernels of the recurrence of `blocks.py` share. They add in one fixed order, place by place, so a
 token always has the same bits. The kernels:
 
-    begin     notes how far each state is folded, and will be after this forward                   one launch a forward
+    begin     notes how far each state is folded now, and how far after this forward              one launch a forward
     fold      folds committed tokens and the convolution's inputs into the states of all layers    one launch a forward
     run       a run of prompt tokens, block by block, each read from the state and folded into it  one launch a layer
     tree      N nodes a request, after at most FOLD - 1 committed records                         one launch a layer
@@ -9,9 +9,9 @@ token always has the same bits. The kernels:
 
 `fold_kernels.py` has the first three, `tree_kernel.py` both kernels for trees.
 
-A forward first folds each state to the last multiple of FOLD among committed tokens, wherever it stood before. Drafts
-never enter a state, so a rejected draft leaves nothing to undo. If a path of drafts crosses the next multiple, it needs
-its own state: `tree` computes one from the request's state for each node in the last place of a block. The host reads
+A forward first folds each state from where it stands to the last multiple of FOLD among committed tokens. Drafts never
+enter a state, so a rejected draft leaves nothing to undo. If a path of drafts crosses the next multiple, it needs its
+own state: `tree` computes one from the request's state for each node in the last place of a block. The host reads
 nothing.
 
 Bits: k . k, S^T k and S^T q are products over FOLD independent rows. All other sums run over the places of a path in

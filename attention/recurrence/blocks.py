@@ -58,7 +58,7 @@ def run_blocks(block: RecordBlock, new: NewPlaces) -> tuple[torch.Tensor, torch.
     heads, v_dim = block.u.shape[2:]
 
     def by_head(x: torch.Tensor) -> torch.Tensor:
-        """[X * HK, FOLD, Y] -> [X * HV, FOLD, Y]."""
+        """Repeat x of key heads for value heads: [X * HK, FOLD, Y] -> [X * HV, FOLD, Y]."""
         return x.view(count, key_heads, 1, FOLD, -1).expand(-1, -1, heads // key_heads, -1, -1).flatten(0, 2)
 
     k, q = (x.transpose(1, 2).flatten(0, 1) for x in (block.k, new.q))  # [X * HK, FOLD, DK]

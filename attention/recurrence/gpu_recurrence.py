@@ -58,12 +58,12 @@ MAX_RECORDS = 64
 Larger trees run in FORM, 16 nodes at once, since the work per node of `fast_tree_kernel` grows with their number."""
 
 NUMBERS_PER_WARP = 2048
-"""Key numbers of records per warp of `fast_tree_kernel`. With more, registers spill on sm_90 next to the state's
-tile."""
+"""Key numbers of records per warp of `fast_tree_kernel`. More of them and the state's tile do not fit the registers of
+sm_90."""
 
 
 def prefix_of(plan: KVPlan, group: GroupId) -> PageTable:
-    """The tokens before a forward in one group; for runs of a pack a table of pages of one slot."""
+    """The table of the tokens before a forward in one group. For a pack its pages have one slot each."""
     if isinstance(plan.prefix, PackTables):
         lines = plan.prefix.lines[group]
         assert lines.begin is not None, "records are in a group with a window, whose lines are by run"
@@ -100,7 +100,7 @@ class RecurrentKernels:
     def convolve(
         self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """inputs [T, C], weight [C, K] -> [T, C]."""
+        """Convolve inputs [T, C] with weight [C, K] -> [T, C]."""
         plan, layer_kv = self._plan, self._view.writable_layer(layer)
         prefix, state = self._begun(layer_kv), layer_kv.recurrent_state
         inputs = _by_row(inputs)
@@ -143,7 +143,7 @@ class RecurrentKernels:
         return out
 
     def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
-        """-> [T, HV, DV] in float32."""
+        """Run the recurrence -> [T, HV, DV] in float32."""
         plan, layer_kv = self._plan, self._view.writable_layer(layer)
         convolved = self._prefix is not None  # then the convolution's plain launch already waited for all folds
         prefix, state = self._begun(layer_kv), layer_kv.recurrent_state
@@ -182,7 +182,7 @@ class RecurrentKernels:
                     BLOCK_K=block_k,
                     BLOCK_V=block,
                     num_warps=max(2, block_k * max(records, 32) // NUMBERS_PER_WARP),
-                    **pdl_options(v.device, behind_library=not convolved),
+                    **pdl_options(v.device, after_library=not convolved),
                 )
                 return out
             many = num_nodes > FOLD
@@ -298,7 +298,7 @@ def _tree_arguments(plan: KVPlan) -> tuple[tuple[torch.Tensor, torch.Tensor], tu
 
 
 def _by_row(x: torch.Tensor) -> torch.Tensor:
-    """x [T, ...] with each row contiguous."""
+    """Return x [T, ...] with each row contiguous."""
     dense = x[0].is_contiguous() if len(x) else True
     return x if dense else x.contiguous()
 

@@ -260,5 +260,5 @@ def last_inputs(layer_kv: LayerKV, wave: Wave, state: RecurrentState) -> torch.T
 
 
 def _spread(values: torch.Tensor, numbers: torch.Tensor, count: int) -> torch.Tensor:
-    """values [n, ...] at places `numbers` [n] of [count, ...], 0 elsewhere."""
+    """Put values [n, ...] at places `numbers` [n] of [count, ...], 0 elsewhere."""
     return values.new_zeros((count, *values.shape[1:])).index_copy_(0, numbers, values)

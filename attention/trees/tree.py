@@ -108,11 +108,12 @@ def _chain_fields(num_nodes: int, device: torch.device) -> tuple[torch.Tensor, t
 
 
 BLANK = -1
+"""Token of a node that only fills up a tree of fixed size: a child of the root that the target never draws."""
 
 
 def force_tokens(tree: DraftTree, forced: torch.Tensor, length: torch.Tensor, num_nodes: int) -> DraftTree:
-    """Trees of `num_nodes` nodes: the first `length` [B] tokens of forced [B, F] after the root, or the given tree if
-    there are none."""
+    """Trees of `num_nodes` nodes. For each request: a chain of the root and the first `length` [B] tokens of forced [B,
+    F], or the given tree if `length` is 0. Blank nodes fill up the rest."""
     nodes = torch.arange(num_nodes, device=length.device)
     extra = num_nodes - tree.num_nodes
     blank_path = (nodes == 0) | (nodes[:, None] == nodes)  # [N, N]: the root and itself

@@ -240,7 +240,7 @@ class PlainBlock(HeadForm):
             self.keys_values(layer, *taps, context)
 
     def read_taps(self, states: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """c of these positions, and their rotary tables."""
+        """Compute c of these positions, and their rotary tables."""
         taps = self.head.taps(states)
         return taps, self.head.rotary_emb(taps, positions)
 

@@ -1,7 +1,7 @@
 """Reads and writes the files of a checkpoint in any format (config.json, tensors), and reports damaged ones.
 
 transformers checks types when it makes a config, but not numbers, which fail later as a division by zero or a wrong
-shape. The keys in `WITHIN` are checked here, for target and drafter, and refused by name. Drafter families check the
+shape. Those in `CHECKED_KEYS` are checked here, for target and drafter, and refused by name. Drafter families check the
 rest of their keys. Tensors are loaded into a head, with the target tokens that the head drafts (`d2t`, `t2d`).
 """
 
@@ -47,7 +47,7 @@ TOKENS = ValueKind(
     "a token id or a list of ids",
     lambda value: all(type(each) is int for each in (value if isinstance(value, list) else [value])),
 )
-WITHIN: dict[str, ValueKind] = {
+CHECKED_KEYS: dict[str, ValueKind] = {
     **dict.fromkeys(("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings"), COUNT),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), COUNT),
     **dict.fromkeys(("intermediate_size",), INDEX),
@@ -56,8 +56,8 @@ WITHIN: dict[str, ValueKind] = {
     **dict.fromkeys(("text_config", "rope_parameters", "rope_scaling", "quantization_config"), OBJECT),
     "architectures": NAMES,
 }
-"""The kinds of values that keys must have at the top level, in the parts that describe a text decoder, and in RoPE. The
-family checks lists, such as one number per layer."""
+"""The kind of value of each key that is checked here: at the top level, in parts that describe a text decoder, and in
+RoPE. The family checks lists, such as one number per layer."""
 PARTS = ("text_config", "transformer_layer_config", "rope_parameters", "rope_scaling")
 
 
@@ -71,7 +71,7 @@ def read_config_json(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"config.json holds {type(config).__name__}, expected an object")
     for place, part in _parts("", config):
         for key, value in part.items():
-            kind = WITHIN.get(key)
+            kind = CHECKED_KEYS.get(key)
             if kind is None or value is None or (isinstance(value, list) and kind is not NAMES):
                 continue
             if not kind.holds(value):
@@ -145,8 +145,8 @@ def require_float_weights(folder: Path, model: nn.Module, unused: Iterable[str])
 
 
 def damaged_file(folder: Path) -> str | None:
-    """A sentence about a checkpoint's first file that an index names but that is missing, cut off or damaged; None: all
-    files can be opened."""
+    """A sentence about the first fault in a checkpoint's files: one that an index names is missing, one is cut off or
+    damaged, or an index lacks metadata; None: there is no fault."""
     try:
         for index in sorted(folder.glob("*.index.json")):
             for file in sorted(set(_weight_map(index).values())):

@@ -139,10 +139,10 @@ def read_norm_output(config: Config, norm: torch.Tensor | None) -> tuple[bool, b
     read it).
 
     In `eagle_config` and in speculators' format it concerns the next draft step, as in vLLM and SGLang. At the top
-    level of the SpecForge format it concerned lm_head until 2026-09-15, and concerns the next draft step since. False:
-    if the gains of `norm` [H] differ, it was trained, so lm_head reads norm(a); an untrained norm keeps its initial
-    gains. True: a file from a later release of transformers has the new meaning; for any other the old one is assumed,
-    with a warning.
+    level of the SpecForge format it concerned lm_head until 2026-09-15, and concerns the next draft step since. If it
+    is False there: lm_head reads norm(a) if `norm` was trained, that is, if its gains [H] differ from each other. If it
+    is True there: a file from a later release of transformers has the new meaning; for any other the old one is
+    assumed, with a warning.
     """
     nested, top = (config.get(EAGLE_CONFIG) or {}).get("norm_output"), config.get("norm_output")
     if nested is not None:

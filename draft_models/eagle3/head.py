@@ -67,7 +67,7 @@ class FirstLayer(HeadLayer):
     def run_with_embeddings(
         self, embeds: torch.Tensor, hidden: torch.Tensor, rotary: CosSin, context: LayerContext
     ) -> torch.Tensor:
-        """embeds and hidden [B, N, H] -> [B, N, H]."""
+        """Run the layer: embeds and hidden [B, N, H] -> [B, N, H]."""
         normed = self.hidden_norm(hidden)
         x = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
         return self.add_layer_output(normed if self.norm_before_residual else hidden, x, rotary, context)
@@ -93,7 +93,7 @@ class Eagle3Head(HeadModule):
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
     def features(self, states: torch.Tensor) -> torch.Tensor:
-        """Concatenated target states [..., T * Ht] -> g [..., H]."""
+        """Compute g [..., H] from concatenated target states [..., A * Ht]."""
         if self.fc_norm is not None:
             chunks = states.chunk(len(self.fc_norm), dim=-1)
             states = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
@@ -104,7 +104,7 @@ class Eagle3Head(HeadModule):
     def forward(
         self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: LayerContext
     ) -> torch.Tensor:
-        """embeds and hidden [B, N, H], positions [B, N] -> a [B, N, H]."""
+        """Run all layers: embeds and hidden [B, N, H], positions [B, N] -> a [B, N, H]."""
         rotary = self.rotary_emb(hidden, positions)
         first: Any = self.layers[0]
         hidden = first.run_with_embeddings(embeds, hidden, rotary, context)
@@ -123,7 +123,7 @@ class PlainHead(HeadForm):
         self.windows, self.width = head.spec.windows, head.spec.hidden_size
 
     def first_state(self, states: torch.Tensor) -> Any:
-        """Target states [B, N, A * Ht] -> g."""
+        """Compute g from target states [B, N, A * Ht]."""
         return self.head.features(states)
 
     def run(
@@ -135,7 +135,7 @@ class PlainHead(HeadForm):
         return self.rows(state, self.head.norm(state))
 
     def rows(self, state: torch.Tensor, normed: torch.Tensor) -> ModuleRows:
-        """a and norm(a) [B, N, H] of rows."""
+        """What rows pass on, a or (`norm_output`) norm(a), and what lm_head reads, norm(a): [B, N, H]."""
         return ModuleRows(normed if self.head.spec.norm_output else state, normed)
 
     def probed(self) -> torch.Tensor:
@@ -162,7 +162,7 @@ class FusedHead(PlainHead):
         self.layers = FusedLayers(self.head, ops, extra_norms=list(self.head.fc_norm or ()))
 
     def first_state(self, states: torch.Tensor) -> Product:
-        """g [T, H], before fc's split sum is finished."""
+        """Compute g [T, H], except the last step of fc's split sum."""
         head, ops, states = self.head, self.ops, states.flatten(0, 1)
         if self.layers.gain is not None:
             rows = states.view(-1, head.spec.target_hidden_size)  # each state is normed separately

@@ -87,12 +87,12 @@ class FeedbackWorker(StoreWorker):
     observe_prompts = observe
 
     def _states_above(self, seen: Observation | PromptObservation, out: ModuleRows, k: int) -> torch.Tensor:
-        """The states [B, N, H] that module k reads, carried by the rows before in module k - 1: those of `out`, or of
-        the last observation."""
+        """The states [B, N, H] that module k reads: carried by the previous row of module k - 1, in `out` or, for a
+        first row, in the last observation."""
         if isinstance(seen, PromptObservation):
             pack, rows = seen.pack, seen.pack.rows
-            first = (pack.positions == pack.start[pack.run_of])[None]  # [B, N]: is it its request's first token?
-            before = rows[pack.run_of][None]  # [B, N]: each token's row
+            first = (pack.positions == pack.start[pack.run_of])[None]  # [B, N]: the first observed token of its request
+            before = rows[pack.run_of][None]  # [B, N]: row of each token
         else:
             rows = seen.rows.index
             first = (torch.arange(seen.path.shape[1], device=rows.device) == 0).expand_as(seen.path)
@@ -102,8 +102,8 @@ class FeedbackWorker(StoreWorker):
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
-        """Draft level by level. A single module runs once per level; of several modules, those run that still have to
-        draft. Level l needs the states of level l - 1, so num_steps - 1 forwards of topk nodes run."""
+        """Draft level by level. A level runs the single module, or each of several modules that has yet to draft. Level
+        l needs the states of level l - 1, so num_steps - 1 forwards of topk nodes run."""
         drafter, topk, levels = self.drafter, batch.topk, batch.num_steps
         chain, pos = self.chain, batch.positions()  # [levels + 1, B], S first
         count = chain.num_modules

@@ -1,4 +1,4 @@
-"""The parts of a head, of EAGLE-3 and of block drafters: its spec, and decoder layers of Llama and of Qwen3.
+"""Parts of the heads of EAGLE-3 and of block drafters: the spec, and decoder layers of Llama and of Qwen3.
 
     layer      y = h + attention(norm(h))          y + mlp(norm(y))        Qwen3 norms q and k per head
 
@@ -165,7 +165,7 @@ class HeadAttention(nn.Module):
         self.v_norm: nn.Module | None = None
 
     def keys_values(self, x: torch.Tensor, rotary: CosSin) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [B, N, width] -> K after RoPE and V, [B, Hkv, N, D]."""
+        """Compute K after RoPE, and V, [B, Hkv, N, D] from x [B, N, width]."""
         k = self.k_proj(x)
         v = k if self.v_proj is None else self.v_proj(x)
         return apply_rotary_pos_emb(self._by_head(k, self.k_norm), *rotary), self._by_head(v, self.v_norm)
@@ -177,7 +177,7 @@ class HeadAttention(nn.Module):
         return out
 
     def _by_head(self, x: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
-        """[B, N, heads * D] -> [B, heads, N, D], normed."""
+        """Divide x by heads and norm it: [B, N, heads * D] -> [B, heads, N, D]."""
         x = x.unflatten(-1, (-1, self.head_dim))
         return (x if norm is None else norm(x)).transpose(1, 2)
 

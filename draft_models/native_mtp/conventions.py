@@ -27,7 +27,7 @@ MEASURED_STEPS = 5
 """Number of drafts per token that are measured."""
 ALPHA = 0.01
 """Probability of naming another convention if all are equally good."""
-NEARER = 2.0
+MARGIN_OVER_NEARER = 2.0
 """A convention further from the drafter's own must be better than a nearer one by this many standard errors."""
 MIN_OBSERVATIONS = 32
 """Minimum number of observations at which means are treated as normally distributed."""
@@ -94,11 +94,11 @@ def standard_errors(now: torch.Tensor, than: torch.Tensor) -> float:
 
 
 def clear_winner(own: torch.Tensor, others: Sequence[torch.Tensor]) -> int | None:
-    """Which of `others`, the nearest conventions first, explains a text best, if it is clearly better than the
-    drafter's own; None: none is. All are [N], for the same tokens. ALPHA is the error for all of them together."""
+    """Index of the best of `others` (the nearest conventions first) if it is clearly better than the drafter's own;
+    else None. All are probabilities [N] of the same tokens. ALPHA is the error for all of them together."""
     best, most = None, own
     for number, theirs in enumerate(others):
-        if standard_errors(theirs, most) >= NEARER:
+        if standard_errors(theirs, most) >= MARGIN_OVER_NEARER:
             best, most = number, theirs
     is_clear = best is not None and standard_errors(most, own) >= NormalDist().inv_cdf(1 - ALPHA / len(others))
     return best if is_clear else None

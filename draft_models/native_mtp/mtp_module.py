@@ -70,7 +70,8 @@ class MtpModule(nn.Module):
     def forward(
         self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: LayerContext, first: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """embedded, hidden [B, N, H], positions [B, N] -> y and z [B, N, H]. first: the hidden half comes first."""
+        """Run rows: embedded, hidden [B, N, H], positions [B, N] -> y and z [B, N, H]. first: the hidden half comes
+        first."""
         halves = self.enorm(embedded), self.hnorm(hidden)
         x = self.proj(torch.cat(halves[::-1] if first else halves, -1)).flatten(0, 1)[None]
         out = self.block(inputs_embeds=x, position_ids=positions.reshape(1, -1), use_cache=False, specdec_ctx=context)
@@ -86,7 +87,7 @@ class MtpModule(nn.Module):
         return torch.cat(self.forward(rows[0], rows[1], positions, EchoContext(), False)).flatten(0, 1).float()
 
 
-OF_THE_STACK = ("hidden_size_per_layer_input", "num_kv_shared_layers")
+STACK_FIELDS = ("hidden_size_per_layer_input", "num_kv_shared_layers")
 """Config fields that make layers of Gemma 3n and 4 read tensors of the whole stack. A module's block does not read
 them."""
 
@@ -94,7 +95,7 @@ them."""
 def own_config(decoder: Any) -> Any:
     """A copy of a text model's config for a single layer."""
     config = copy.deepcopy(decoder.config)
-    for name in OF_THE_STACK:
+    for name in STACK_FIELDS:
         if getattr(config, name, 0):
             setattr(config, name, 0)
     return config
@@ -162,7 +163,7 @@ def one_layer_decoder(decoder: Any, like: int, layer: nn.Module, number: int) ->
     single = object.__new__(type(decoder))
     single.__dict__ = dict(decoder.__dict__)
     single.config = own_config(decoder)
-    for name in OF_THE_STACK:
+    for name in STACK_FIELDS:
         if hasattr(single, name):
             setattr(single, name, 0)
     for name, value in list(vars(single.config).items()):

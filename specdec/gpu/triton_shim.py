@@ -114,14 +114,14 @@ def wait_for_previous(PDL: tl.constexpr) -> None:
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def pdl_options(device: torch.device, *, behind_library: bool = False, late: bool = False) -> dict[str, Any]:
+def pdl_options(device: torch.device, *, after_library: bool = False, late: bool = False) -> dict[str, Any]:
     """The launch options of every kernel.
 
-    behind_library: the kernel before never triggers early; a plain launch is then faster. late: see above.
+    after_library: the kernel before never triggers early; a plain launch is then faster. late: see above.
     """
     if not has_pdl(device):
         return {"PDL": False}
-    return {"PDL": LATE.value if late else True, "launch_pdl": not behind_library}
+    return {"PDL": LATE.value if late else True, "launch_pdl": not after_library}
 
 
 @cache

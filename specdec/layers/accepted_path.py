@@ -99,7 +99,8 @@ def _keep_last_kernel(
 def path_rows(
     x: torch.Tensor, tokens: torch.Tensor, path: torch.Tensor, length: torch.Tensor, next_token: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [B, N, F], tokens [B, N], path [B, D], length and next_token [B] -> rows [B, D, F], following [B, D]."""
+    """Gather: x [B, N, F], tokens [B, N], path [B, D], length and next_token [B] -> rows [B, D, F], following [B,
+    D]."""
     (batch, num_nodes, width), num_steps = x.shape, path.shape[1]
     assert tokens.shape == (batch, num_nodes) and path.shape == (batch, num_steps), f"{tokens.shape=} {path.shape=}"
     assert length.shape == next_token.shape == (batch,), f"{length.shape=} {next_token.shape=}"
@@ -123,8 +124,8 @@ def path_rows(
 def keep_last(
     kept: torch.Tensor, row: torch.Tensor, rows: torch.Tensor, length: torch.Tensor, path: torch.Tensor | None = None
 ) -> None:
-    """Write the last rows to kept [R, H] at row [B], from rows [B, D, H] of a path, or from rows of all nodes [B, N, H]
-    and path [B, D]; length [B]."""
+    """Write the last row of each path of `length` [B] nodes to kept [R, H], at row [B]. rows: those of the path [B, D,
+    H], or those of all nodes [B, N, H], with path [B, D]."""
     batch, _, width = rows.shape
     assert kept.is_contiguous() and kept.shape[1] == width and kept.dtype == rows.dtype, f"{kept.shape=} {rows.shape=}"
     assert row.shape == length.shape == (batch,), f"{row.shape=} {length.shape=}"

@@ -138,7 +138,7 @@ class FusedLayer(nn.Module):
             mixed = parts.mixer.finish(rows, ops)
         else:
             mixed = self._attend(qkv, product, normed, context)
-        out = yield from self._last_sum(mixed, parts.out, parts.out_bias, parts.split_ks.out)
+        out = yield from self._sum_product(mixed, parts.out, parts.out_bias, parts.split_ks.out)
         end: dict[str, Any] = {"scale": parts.scale, "pre": self.next_norm}
         if parts.ple is None or layer_inputs is None:
             return (yield from self._feed_forward(out, hidden, normed, **end))
@@ -176,7 +176,7 @@ class FusedLayer(nn.Module):
         own = [kind.chunk(share, 1)[norms.rank * share // count] for kind, share in zip(kinds, shares, strict=True)]
         return Product.from_value(torch.cat(own, 1))
 
-    def _last_sum(
+    def _sum_product(
         self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, share: SumShare | None
     ) -> Generator[RankShare, Product, Product]:
         """Finish a product of which this rank may have only a share."""
@@ -197,9 +197,9 @@ class FusedLayer(nn.Module):
         """
         parts, moe, ops = self.parts, self.parts.moe, self.ops
         if moe is not None and moe.input_norm is not None:
-            return (yield from self._branches(moe, out, hidden, **end))
-        both: dict[str, Any] = {"factor": parts.factor, "late": parts.norms_late}
-        hidden, normed = ops(norm)(out, post=parts.attention_norm, residual=hidden, pre=parts.mlp_input_norm, **both)
+            return (yield from self._run_branches(moe, out, hidden, **end))
+        options: dict[str, Any] = {"factor": parts.factor, "late": parts.norms_late}
+        hidden, normed = ops(norm)(out, post=parts.attention_norm, residual=hidden, pre=parts.mlp_input_norm, **options)
         if parts.parallel:
             normed = x
         if moe is not None and parts.mlp is not None:
@@ -208,23 +208,25 @@ class FusedLayer(nn.Module):
             )
             end["addend"] = shared
         elif moe is not None:
-            added = yield from self._chosen(normed, normed, moe)
+            added = yield from self._run_experts(normed, normed, moe)
         else:
             assert parts.mlp is not None
             gated = ops(gated_linear)(normed, parts.mlp.gate_up, parts.mlp.activation, parts.mlp.limit)
-            added = yield from self._last_sum(gated, parts.mlp.down, None, parts.split_ks.down)
-        return ops(norm)(added, post=parts.mlp_norm, residual=hidden, **both, **end)
+            added = yield from self._sum_product(gated, parts.mlp.down, None, parts.split_ks.down)
+        return ops(norm)(added, post=parts.mlp_norm, residual=hidden, **options, **end)
 
-    def _chosen(self, x: torch.Tensor, router_x: torch.Tensor, moe: MoeParts) -> Generator[RankShare, Product, Product]:
+    def _run_experts(
+        self, x: torch.Tensor, router_x: torch.Tensor, moe: MoeParts
+    ) -> Generator[RankShare, Product, Product]:
         routing = self.ops(route)(router_x, moe.router)
         product = self.ops(apply_experts)(x, routing, moe.experts)
         return (yield RankShare(product, owners=routing.experts)) if moe.experts.shared else product
 
-    def _branches(self, moe: MoeParts, out: Product, hidden: torch.Tensor, **end: Any) -> LayerRun:
+    def _run_branches(self, moe: MoeParts, out: Product, hidden: torch.Tensor, **end: Any) -> LayerRun:
         parts, ops = self.parts, self.ops
         assert parts.mlp is not None and parts.attention_norm is not None and parts.factor == 1.0
-        readers: dict[str, Any] = {"mlp": parts.mlp_input_norm, "experts": moe.input_norm, "router": moe.router.gain}
-        inputs = ops(fork_norm)(out, post=parts.attention_norm, residual=hidden, **readers, factor=moe.router.factor)
+        norms: dict[str, Any] = {"mlp": parts.mlp_input_norm, "experts": moe.input_norm, "router": moe.router.gain}
+        inputs = ops(fork_norm)(out, post=parts.attention_norm, residual=hidden, **norms, factor=moe.router.factor)
         dense, chosen = yield from self._mlp_and_experts(inputs, parts.mlp, moe)
         gains: dict[str, Any] = {"dense_gain": moe.mlp_norm, "chosen_gain": moe.norm, "post": parts.mlp_norm}
         return ops(join_norm)(dense, chosen, **gains, residual=inputs.hidden, **end)
@@ -237,9 +239,9 @@ class FusedLayer(nn.Module):
             dense, chosen = ops(mlp_and_experts)(inputs, mlp, moe.router, moe.experts)
         else:
             gated = ops(gated_linear)(inputs.mlp, mlp.gate_up, mlp.activation, mlp.limit)
-            dense = yield from self._last_sum(gated, mlp.down, None, share)
+            dense = yield from self._sum_product(gated, mlp.down, None, share)
             dense = Product.from_value(ops(finish)(dense))  # copied before a later exchange may overwrite it
-            chosen = yield from self._chosen(inputs.experts, inputs.router, moe)
+            chosen = yield from self._run_experts(inputs.experts, inputs.router, moe)
         if moe.shared_gate is not None:
             whole = ops(finish)(dense)[:, None]  # [T, 1, H]
             dense = Product.from_value(ops(gate_heads)(whole, ops(linear)(inputs.mlp, moe.shared_gate))[:, 0])
@@ -284,8 +286,8 @@ class FusedDecoder(RepointableModule):
         narrowing: Narrowing | EarlyExit | None = None,
         **unused: Any,
     ) -> BaseModelOutputWithPast:
-        """input_ids or inputs_embeds, and position_ids, of any leading shape with T rows -> states of that shape. If
-        only R rows continue: [1, R, H]; if none does: None."""
+        """Run the model: input_ids or inputs_embeds, and position_ids, of any leading shape with T rows -> states of
+        that shape. If only R rows continue: [1, R, H]; if none does: None."""
         paused = self.begin_forward(input_ids, position_ids, specdec_ctx, narrowing, inputs_embeds)
         paused.advance(paused.num_layers)
         return BaseModelOutputWithPast(last_hidden_state=paused.finish())  # type: ignore[arg-type]

@@ -119,7 +119,7 @@ def _embed_and_norm_kernel(
 def embed(
     tokens: torch.Tensor, table: torch.Tensor, scale: torch.Tensor | None = None, right: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """tokens [T], table [V, H], scale of one number, right [T, Z] -> [T, H], or [T, H + Z]."""
+    """Embed tokens [T]: table [V, H], scale of one number, right [T, Z] -> [T, H], or [T, H + Z]."""
     (num_rows,), width = tokens.shape, table.shape[1]
     right_width = 0 if right is None else right.shape[1]
     assert table.is_contiguous() and (scale is None or scale.numel() == 1), f"{table.stride()=} {scale=}"
@@ -142,7 +142,7 @@ def embed(
 def embed_and_norm(
     tokens: torch.Tensor, table: torch.Tensor, product: Product, token_gain: Norm, state_gain: Norm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """tokens [T], table [V, H] with rows of any stride, product [T, H] -> h [T, H], x [T, 2H]."""
+    """Embed tokens [T], and norm: table [V, H] with rows of any stride, product [T, H] -> h [T, H], x [T, 2H]."""
     parts, bias, dtype = product
     _, num_rows, width = parts.shape
     assert tokens.shape == (num_rows,), f"{tokens.shape=} {parts.shape=}"

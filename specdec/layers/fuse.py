@@ -64,7 +64,7 @@ class FusedLinear(FusedModule):
     """Replaces an `nn.Linear` or a `PackedLinear`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., K] -> [..., N]."""
+        """Multiply: x [..., K] -> [..., N]."""
         rows = self.ops(linear)(x.reshape(-1, x.shape[-1]), weight_of(self.source), self.source.bias)
         return self.ops(finish)(rows).view(*x.shape[:-1], -1)
 
@@ -77,7 +77,7 @@ class FusedNorm(FusedModule):
         self.gain_of = FAMILIES[family_name(model)].gain_of
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., H] -> [..., H]."""
+        """Norm the rows of x [..., H]."""
         rows = Product.from_value(x.reshape(-1, x.shape[-1]))
         return self.ops(norm)(rows, pre=self.gain_of(self.source))[1].view_as(x)
 
@@ -86,7 +86,7 @@ class FusedEmbedding(FusedModule):
     """Replaces an embedding, scaled or not."""
 
     def forward(self, tokens: torch.Tensor, right: torch.Tensor | None = None) -> torch.Tensor:
-        """tokens [...] -> [..., H]; with right [..., Z]: [..., H + Z], the embeddings first."""
+        """Embed tokens [...] -> [..., H]; with right [..., Z]: [..., H + Z], the embeddings first."""
         scale: torch.Tensor | None = getattr(self.source, "embed_scale", None)
         rows = None if right is None else right.reshape(tokens.numel(), -1)
         return self.ops(embed)(tokens.reshape(-1), self.weight, scale, rows).view(*tokens.shape, -1)

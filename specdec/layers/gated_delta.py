@@ -96,8 +96,8 @@ class DeltaMixer(NamedTuple):
     def run(
         self, product: Product, x: torch.Tensor, layer: int, context: RecurrentContext, ops: Operations
     ) -> tuple[torch.Tensor, ...]:
-        """product [T, N] of x [T, H] and the layer's first weight -> outputs of the recurrence [T, HV, DV] float32 and
-        z [T, V], for `finish`."""
+        """Run convolution and recurrence: product [T, N] of x [T, H] and the layer's first weight -> outputs [T, HV,
+        DV] float32 and z [T, V], for `finish`."""
         gates = product if self.gates is None else ops(linear)(x, self.gates)
         inputs, z, g, beta = ops(delta_inputs)(product, gates, self.decay, self.step_bias, self.heads)
         convolved = context.convolve(layer, inputs, self.conv, self.conv_bias)
@@ -105,7 +105,7 @@ class DeltaMixer(NamedTuple):
         return context.recur(layer, Recurrence(q, k, v, g, beta)), z
 
     def finish(self, rows: tuple[torch.Tensor, ...], ops: Operations) -> torch.Tensor:
-        """Some rows [R, ...] of `run`'s result -> the input [R, K] of the last product."""
+        """Norm and gate some rows [R, ...] of `run`'s result -> the input [R, K] of the last product."""
         out, z = rows
         return ops(gate_norm)(out, z, self.norm, self.activation)
 
@@ -312,8 +312,8 @@ def _gate_norm_kernel(
 def delta_inputs(
     product: Product, gates: Product, decay: torch.Tensor, step_bias: torch.Tensor, heads: DeltaHeads
 ) -> DeltaInputs:
-    """product [T, N]: q, k, v and z of each of `heads.groups` groups; gates [T, M]: its last columns are b and a of
-    each."""
+    """Divide a product. product [T, N]: q, k, v and z of each of `heads.groups` groups; gates [T, M]: its last columns
+    are b and a of each."""
     parts, dtype = product.parts, product.dtype
     _, num_rows, width = parts.shape
     gates_width = gates.parts.shape[2]
@@ -347,7 +347,8 @@ def delta_inputs(
 def delta_heads(
     convolved: torch.Tensor, heads: DeltaHeads, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """convolved [T, C] -> q and k [T, HK, DK] float32, v [T, HV, DV] in its dtype."""
+    """Divide convolved [T, C] -> q and k [T, HK, DK] of unit length in float32, q scaled; v [T, HV, DV] in its
+    dtype."""
     num_rows, channels = convolved.shape
     assert channels == heads.channels and convolved.stride(1) == 1, f"{convolved.shape=} {convolved.stride()=} {heads=}"
     q, k = convolved.new_empty((2, num_rows, heads.num_k, heads.k_dim), dtype=torch.float32)
@@ -364,14 +365,14 @@ def delta_heads(
             DTYPE=TL_DTYPES[convolved.dtype],
             BLOCK=triton.next_power_of_2(max(heads.k_dim, heads.v_dim)),
             num_warps=1,
-            **pdl_options(convolved.device, behind_library=True),
+            **pdl_options(convolved.device, after_library=True),
         )
     return q, k, v
 
 
 @op(reference=reference_gate_norm)
 def gate_norm(x: torch.Tensor, z: torch.Tensor, gain: Norm, activation: str) -> torch.Tensor:
-    """x [T, HV, DV] float32 and z [T, HV DV] -> [T, HV DV] in z's dtype."""
+    """Norm and gate: x [T, HV, DV] float32 and z [T, HV DV] -> [T, HV DV] in z's dtype."""
     num_rows, heads, dim = x.shape
     assert x.is_contiguous() and z.is_contiguous() and z.shape == (num_rows, heads * dim), f"{x.stride()=} {z.shape=}"
     assert gain.weight is not None and gain.weight.shape == (dim,) and gain.is_plain, f"{gain} for {dim=}"
@@ -386,6 +387,6 @@ def gate_norm(x: torch.Tensor, z: torch.Tensor, gain: Norm, activation: str) -> 
             DTYPE=TL_DTYPES[z.dtype],
             BLOCK=triton.next_power_of_2(dim),
             num_warps=1,
-            **pdl_options(z.device, behind_library=True),
+            **pdl_options(z.device, after_library=True),
         )
     return out

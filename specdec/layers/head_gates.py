@@ -93,7 +93,7 @@ def _gate_channels_kernel(
 
 @op(reference=reference_gate_channels)
 def gate_channels(x: torch.Tensor, product: Product) -> torch.Tensor:
-    """x [T, H, D], product [T, N] that begins with H pairs of a query and a gate of D columns -> [T, H, D]."""
+    """Gate x [T, H, D] by a product [T, N] that begins with H pairs of a query and a gate of D columns."""
     num_rows, num_heads, width = x.shape
     columns = product.parts.shape[2]
     assert product.parts.shape[1] == num_rows and columns >= 2 * num_heads * width, f"{product.parts.shape=} {x.shape=}"
@@ -110,7 +110,7 @@ def gate_channels(x: torch.Tensor, product: Product) -> torch.Tensor:
 
 @op(reference=reference_gate_heads)
 def gate_heads(x: torch.Tensor, gates: Product) -> torch.Tensor:
-    """x [T, H, D], gates [T, H] -> [T, H, D]."""
+    """Gate x [T, H, D] by gates [T, H]."""
     num_rows, num_heads, width = x.shape
     assert gates.parts.shape[1:] == (num_rows, num_heads) and gates.parts.is_contiguous(), f"{gates.parts.shape=}"
     assert x.stride(2) == 1 and x.dtype == gates.dtype, f"{x.stride()=} {x.dtype=} {gates.dtype=}"

@@ -47,7 +47,7 @@ class LatentParts(NamedTuple):
 
 
 def expand_latent(product: Product, parts: LatentParts, heads: Heads, ops: Operations) -> Product:
-    """product [T, C_q + C + rotated] -> [T, heads.width]."""
+    """Expand latents to a QKV product: product [T, C_q + C + rotated] -> [T, heads.width]."""
     value = ops(finish)(product)
     kv_width = parts.kv.weight.shape[1]
     q, kv, rotary = value.split([value.shape[1] - kv_width - parts.rotated, kv_width, parts.rotated], dim=-1)

@@ -10,10 +10,10 @@ r"""All operations between two products of a decoder layer in one launch: the la
                                                times 1 + w (`plus_one`; Gemma 2 and 3)
                                                of z - mean(z) (`centred`; Cohere)
 
-So Gemma 4's post_attention_norm + residual + pre_feedforward_norm is one call. So is Llama's residual + norm and, at
-the end of a layer, the scale with the next layer's input_layernorm. `qk_norm` norms queries and keys over all heads, as
-in OLMo 2. Values that transformers holds in the model's dtype are rounded to it here too. There is one program per row
-(or per queries, keys and values of a row), so results do not depend on the number of rows.
+So one call is Gemma 4's post_attention_norm + residual + pre_feedforward_norm, or Llama's residual + norm, or the end
+of a Gemma 4 layer, up to its scale and the next layer's input_layernorm. `qk_norm` norms queries and keys over all
+heads, as in OLMo 2. Values that transformers holds in the model's dtype are rounded to it here too. There is one
+program per row (or per queries, keys and values of a row), so results do not depend on the number of rows.
 """
 
 from functools import cache
@@ -48,7 +48,7 @@ ABSENT = Norm(None, 0.0)
 
 
 def reference_rms_norm(x: torch.Tensor, gain: Norm) -> torch.Tensor:
-    """x [..., H] -> [..., H] in x's dtype."""
+    """Norm the rows of x [..., H], in x's dtype."""
     wide = x.float()
     if gain.centred:
         wide = wide - wide.mean(-1, keepdim=True)
@@ -71,7 +71,7 @@ def reference_norm(
     addend: Product | None = None,
     late: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> h, x [M, H]; without `pre`, x is h. residual: [M, H]; scale: [1]. late: only the kernel reads it."""
+    """Compute h, x [M, H]; without `pre`, x is h. residual: [M, H]; scale: [1]. late: ignored."""
     hidden = reference_finish(product)
     if addend is not None:
         hidden = hidden + reference_finish(addend)
@@ -255,8 +255,8 @@ def norm(
     addend: Product | None = None,
     late: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> h, x [M, H]; without `pre`, x is h. residual: [M, H], rows of any stride; factor: f; scale: c [1]; addend: y',
-    without a bias; late: the kernel triggers late (`triton_shim.py`) for few rows too.
+    """Compute h, x [M, H]; without `pre`, x is h. residual: [M, H], rows of any stride; factor: f; scale: c [1];
+    addend: y', without a bias; late: the kernel triggers late (`triton_shim.py`) for few rows too.
 
     If there is no operation before `pre`, h is the product's value.
     """

@@ -59,7 +59,7 @@ class EmbeddingParts:
 
     @property
     def width(self) -> int:
-        """P"""
+        """P: numbers per token and layer."""
         assert self.norm.weight is not None and self.norm.is_plain, f"{self.norm}"
         return len(self.norm.weight)
 
@@ -140,7 +140,7 @@ def _gate_inputs_kernel(
 
 @op(reference=reference_layer_inputs)
 def layer_inputs(context: Product, tokens: torch.Tensor, parts: EmbeddingParts) -> torch.Tensor:
-    """e [T, L, P]. context: x W_model [T, L P]; tokens [T]."""
+    """Compute e [T, L, P]. context: x W_model [T, L P]; tokens [T]."""
     splits, num_rows, total = context.parts.shape
     table, gain, width = parts.table, parts.norm, parts.width
     assert context.bias is None and context.parts.is_contiguous(), f"{context.parts.stride()=}"
@@ -164,7 +164,8 @@ def layer_inputs(context: Product, tokens: torch.Tensor, parts: EmbeddingParts) 
 
 @op(reference=reference_gated_projection)
 def gated_projection(gate: Product, inputs: torch.Tensor, weight: Weight, activation: str) -> Product:
-    """W_proj (act(gate) e_l). gate: W_gate h [T, P]; inputs: e_l [T, P], rows of any stride; weight: W_proj [H, P]."""
+    """Compute W_proj (act(gate) e_l). gate: W_gate h [T, P]; inputs: e_l [T, P], rows of any stride; weight: W_proj [H,
+    P]."""
     splits, num_rows, width = gate.parts.shape
     assert gate.bias is None and gate.parts.is_contiguous(), f"{gate.parts.stride()=}"
     assert inputs.shape == (num_rows, width) and inputs.stride(1) == 1, f"{inputs.shape=} {gate.parts.shape=}"

@@ -62,14 +62,14 @@ class Heads(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """cos, sin [T, R / 2] in the model's dtype, rounded as in transformers."""
+    """Rotary tables: cos, sin [T, R / 2] in the model's dtype, rounded as in transformers."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
 
 class RotatedQKV(NamedTuple):
-    """q [T, Hq, D]; k [T, Hkv, D] and v [T, Hkv, DV], None for a layer without them."""
+    """Queries, keys and values: q [T, Hq, D]; k [T, Hkv, D] and v [T, Hkv, DV], None for a layer without them."""
 
     q: torch.Tensor
     k: torch.Tensor | None
@@ -103,7 +103,7 @@ def reference_rope_store(
 
 
 def reference_rotate(x: torch.Tensor, rotary: Rotary, heads: Heads) -> torch.Tensor:
-    """x [T, heads, D]."""
+    """Rotate x [T, heads, D]."""
     cos, sin = (table.float()[:, None] for table in rotary)  # [T, 1, R / 2]
     half = cos.shape[-1]
     before = heads.head_dim - 2 * half if heads.last else 0  # channels before those that rotate
@@ -276,7 +276,7 @@ def _rope_store_kernel(
 
 @op(reference=reference_rotary)
 def rotary(positions: torch.Tensor, frequencies: torch.Tensor, factor: float, dtype: torch.dtype) -> Rotary:
-    """positions [T], frequencies [R / 2]."""
+    """Make the tables for positions [T] and frequencies [R / 2]."""
     num_rows, half = len(positions), len(frequencies)
     cos, sin = torch.empty((2, num_rows, half), dtype=dtype, device=positions.device)
     if cos.numel():  # no frequencies: nothing rotates

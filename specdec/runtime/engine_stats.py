@@ -24,18 +24,19 @@ from specdec.runtime.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 REQUEST_ROUNDS_PER_CHECK = 1000
-"""Rounds of speculating requests between two checks of the acceptance of their drafts."""
+"""Pairs of a round and a speculating request between two checks of the acceptance of drafts."""
 
-ENOUGH_DRAFTS = 16
-"""Drafts (one per request and round) that a check needs."""
+MIN_DRAFTS_PER_CHECK = 16
+"""Minimum number of drafts (one per request and round) for a check."""
 
 MAX_ROUNDS_WITHOUT_CHECK = 8000
-"""Rounds of the engine after which a check takes place with fewer drafts than ENOUGH_DRAFTS. REQUEST_ROUNDS_PER_CHECK
-counts (request, round) pairs: 128 requests reach it in 8 rounds, when few drafts were tried."""
+"""Rounds of the engine after which a check takes place even with fewer drafts. 128 requests reach
+REQUEST_ROUNDS_PER_CHECK in 8 rounds, when few drafts were tried."""
 
-FEW_ACCEPTED = 0.02
-"""A pair counts as broken if fewer of its drafts have a right first token. A random draft is right with a probability
-of 1 / vocabulary size. Prompt lookup in a text without repetitions is below this bound too."""
+MIN_ACCEPTED_SHARE = 0.02
+"""Minimum share of drafts with a right first token: below it a pair of target and drafter counts as broken. A random
+draft is right with a probability of 1 / vocabulary size. Prompt lookup in a text without repetitions is below this
+bound too."""
 
 
 class PoolStats(NamedTuple):
@@ -90,7 +91,7 @@ class EngineStats(RequestStats):
     """`RequestStats` summed over all requests that ended by themselves, and the present state of the engine.
 
     finished, aborted: requests that ended; failed ones count as aborted.
-    waiting, running: requests that have not.
+    waiting, running: requests that have not ended.
     batches, batch_seconds: rounds of the engine, and their time (`rounds` counts a round once per decoding request).
     captures: captured rounds and prompts, and eager runs.
     drafts: which drafts rounds had, and why.
@@ -193,15 +194,15 @@ class DraftWatch:
         accepted."""
         self._sums += rounds > 0, rounds, drafted, first_accepted
         batches, rounds, drafted, first_accepted = self._sums.tolist()
-        seldom = drafted < ENOUGH_DRAFTS
+        seldom = drafted < MIN_DRAFTS_PER_CHECK
         if self._warned or (batches < MAX_ROUNDS_WITHOUT_CHECK if seldom else rounds < REQUEST_ROUNDS_PER_CHECK):
             return
         if not drafted:
             self._warned = True
             logger.warning(NO_DRAFT_SAID, batches)
-        elif first_accepted < max(1, FEW_ACCEPTED * drafted):
+        elif first_accepted < max(1, MIN_ACCEPTED_SHARE * drafted):
             self._warned = True
             said = "of the last %d drafts, in %d rounds, %d began with a token that was accepted: the output is right, "
             said += "but the drafter costs time and saves none; %s, or use drafter=None"
             logger.warning(said, drafted, rounds, first_accepted, TOO_SELDOM if seldom else BROKEN_ADVICE)
-        self._sums[:] = 0  # judge the next drafts separately: a good start hides nothing
+        self._sums[:] = 0  # judge the next drafts separately: a good start must not hide a bad end

@@ -55,7 +55,7 @@ class GrammarSteps:
             write_masks(self._masks.view(self._batch, 1), roots)  # a drafter may use the masks after the roots
 
     def between(self, number: int, out: torch.Tensor) -> None:
-        """Called after program `number` was launched: 0, draft, which returned the trees, or 1, verify."""
+        """The host work after program `number`: 0, draft, which returned the trees, or 1, verify."""
         if number == 0:
             self._trees = HostCopy(out)
             return

@@ -157,14 +157,15 @@ class Launches:
     def settle(self, *, busy: bool) -> list[Request]:
         """Settle launches; if rounds are captured, all but the newest. Returns the requests that ended.
 
-        busy: the device has other work, a round or the prompt chunks of this step or the next. Without it
-        the device would idle until the next step, so a launch that brings a token is settled now.
+        busy: the device has other work, a round or the prompt chunks of this step or the next. If not, the device
+        would idle until the next step, so a launch that brings a token is settled now.
         """
         advances = not busy and any(launched.brings_a_token for launched in self.unsettled)
         return self.settle_all(left=int(self._captured and not advances))
 
     def settle_all(self, left: int = 0) -> list[Request]:
-        """Settle launches, oldest first, except the last `left`. Returns the requests that ended."""
+        """Settle launches, oldest first, except the last `left`. Of these, the oldest are dropped while all their rows
+        are lost. Returns the requests that ended."""
         finished: list[Request] = []
         while self.unsettled and (len(self.unsettled) > left or not self.unsettled[0].batch.present()):
             launched = self.unsettled.popleft()

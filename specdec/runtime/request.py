@@ -84,7 +84,7 @@ class Request:
     updated_ids: deque[int] | None = field(default=None, init=False)  # gets its number whenever it gains tokens or ends
     settled: RequestProgress = field(init=False)
     _tokens: list[int] = field(init=False)
-    _drafted: list[bool] = field(default_factory=list, init=False)  # up to the newest token with a draft before it
+    _drafted: list[bool] = field(default_factory=list, init=False)  # as far as the newest round of several tokens
     _logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
 
     def __post_init__(self, first_grammar_state: GrammarState | None) -> None:
@@ -255,7 +255,7 @@ class Request:
         if row_totals is None or taken < len(emitted):
             stats, row_totals = self._stats_after(row_totals, taken, num_drafts, num_forced), None
         now = start + taken, finish_reason, stats, reader, state, row_totals, self.row
-        self.settled = tuple.__new__(RequestProgress, now)  # one a request and round: half the time of the constructor
+        self.settled = tuple.__new__(RequestProgress, now)  # the constructor takes twice as long
         if self.updated_ids is not None:
             self.updated_ids.append(self.id)
 

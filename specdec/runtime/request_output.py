@@ -169,7 +169,7 @@ class GenerationOutput:
 
     token_ids end with the stop token if there was one, or with the token that completes a stop string; `text` has
     special tokens removed and ends before a stop string.
-    finish_reason: "stop" (an end token or string), "length" (max_new_tokens), "abort" (the consumer went away, the
+    finish_reason: "stop" (an end token or string), "length" (max_new_tokens), "abort" (the caller aborted it, the
     engine was closed, or its grammar allows no next token).
     drafted: per token, whether it came out of an accepted draft.
     prompt_logprobs: of each prompt token, if the request asks for them; None for the first, and for tokens that an

@@ -49,7 +49,7 @@ class RequestBatch:
         self.fixed = np.array([request.has_fixed_draft for request in requests], dtype=np.bool_)
 
     def present(self) -> list[int]:
-        """Numbers of the requests that still have their row."""
+        """Indices of the requests that still have their row."""
         epochs = [request.row_epoch for request in self.requests]
         if epochs == self.epochs:
             return list(range(len(epochs)))
@@ -178,7 +178,7 @@ class Scheduler:
                 continue
             due = due + self._pages_to_begin(request)
             if self.running and (due > available).any():
-                break  # before adopting pages: they would be released again in every step
+                break  # adopt no pages yet: every step would adopt and release them
             request.row = self.table.open_row()
             request.times_overtaken += _num_later(admitted_ids, request)
             self.prefixes.adopt_prefix(request, rank(request))

@@ -28,9 +28,9 @@ FALLBACK_MODEL_LEN = 4096
 
 
 def unread_bound(*, lags: bool, recurrent: bool) -> int:
-    """Upper bound on the committed tokens behind which a drafter's windows must still reach. lags: it may read tokens
-    rounds after their commit. recurrent: the target has recurrent layers, so a match in the prefix cache ends at a copy
-    of their states, up to FOLD - 1 tokens before the last committed one."""
+    """Upper bound on the newest committed tokens that a drafter may still have to read, each through its own window.
+    lags: it may read tokens rounds after their commit. recurrent: the target has recurrent layers, so a match in the
+    prefix cache ends at a copy of their states, up to FOLD - 1 tokens before the last committed one."""
     return MAX_LAG if lags else FOLD if recurrent else 0
 
 
@@ -101,7 +101,7 @@ class CacheNeeds:
                 continue
             kept = window - 1 + drafts.beyond_windows + self.max_lag[group]
             keys = window_slots_held(kept, lookahead, page_size)
-            # keys that it holds and the slack; chunks in flight are added below
+            # of one request: its keys and the slack; chunks in flight are added below
             each = min(whole_pages(keys + page_size, page_size), full_each)
             # a step reads `while_idle`; prefixes use the rest
             together = max(budget.while_idle, batch * min(budget.chunk, WINDOW_SPARE))

@@ -32,7 +32,7 @@ REPEATS = 8
 """Rounds to run per shape; only the second half is timed."""
 
 MAX_FEW_TOKENS = 256
-"""Most prompt tokens of a step while others decode: all sizes up to it are timed and captured."""
+"""Maximum tokens of a forward over few prompt tokens: all sizes up to it are timed and captured."""
 
 MAX_PREFIX = 16384
 """Longest prefix in tokens after which a prompt is timed; `max_model_len` may shorten it."""

@@ -100,7 +100,8 @@ def choose_large_tiles(num_rows: int, n: int, split_k: SplitK, device: torch.dev
 def gemm_large(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, split_k: SplitK
 ) -> torch.Tensor:
-    """x [M, K], weight [N, K], both as descriptors need them; bias [N] or None -> [M, N], or gated [M, N / 2]."""
+    """Multiply: x [M, K], weight [N, K], both as descriptors need them; bias [N] or None -> [M, N], or gated [M, N /
+    2]."""
     require_operands(x, weight, bias)
     (num_rows, k), n, gated = x.shape, len(weight), activation is not None
     assert split_k.splits == 1 or split_k.split_len % BLOCK_K == 0, f"{split_k=}"  # each tile is within one range

@@ -46,7 +46,7 @@ WIDE_TILE_ROWS = 192
 """Above this many rows of x, a tile of 256 rows is chosen if it is faster."""
 
 MAX_RANGES = 3
-"""Most ranges of K: adding more parts costs the reader more than they gain."""
+"""Maximum ranges of K: adding more parts costs the reader more than they gain."""
 
 MIN_RANGE = 512
 """Minimum columns of a range of K."""
@@ -198,7 +198,8 @@ def _plain_tiles(num_rows: int, n: int, k: int, multiprocessors: int) -> Tiles |
 def gemm_medium(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, tiles: Tiles
 ) -> Product:
-    """x [M, K], weight [N, K], both as descriptors need them; bias [N] or None -> product, or gated [1, M, N / 2]."""
+    """Multiply: x [M, K], weight [N, K], both as descriptors need them; bias [N] or None -> product, or gated [1, M, N
+    / 2]."""
     require_operands(x, weight, bias)
     (num_rows, k), n, gated = x.shape, len(weight), activation is not None
     split_len = triton.cdiv(triton.cdiv(k, tiles.ranges), tiles.block_k) * tiles.block_k

@@ -3,7 +3,8 @@ r"""The product of few rows of x and any weight. Rows of the weight are the M op
 A weight is read once, so the time depends on how evenly its tiles are spread over the multiprocessors. Rows of x are
 the N operand, padded to at least 16; rows of x never mix. For few rows each range of K has its own program, and the
 reader of the product adds their float32 sums. For many rows one program adds them, with the same bits. If a range is
-one tile of the weight (`HELD`: low weights), its program loads the tile while the previous kernel still runs.
+one tile of the weight (`HELD`: low weights, and some packed ones), its program loads the tile while the previous kernel
+still runs.
 
 This kernel also runs any number of rows if tensor descriptors do not work: float32, odd strides, older devices.
 """
@@ -50,8 +51,8 @@ HELD_RANGE = 512
 for [3072, 2560] in int4 on an H200."""
 
 HELD_PROGRAMS = {4: PACKED_WAVE, 8: 264}
-"""Most programs that hold such a range, by the weight's bits: as many as run at once. More would load only after these
-end."""
+"""Maximum programs that hold a range, by the weight's bits: as many as run at once. Further ones would load only after
+these end."""
 
 MIN_TILE_HEIGHT = 32
 """Minimum weight rows per program: fewer would reread x too often."""
@@ -348,8 +349,8 @@ def can_hold(weight: Weight, split_k: SplitK, num_rows: int, dtype: torch.dtype)
     if not fits_registers(weight, dtype):
         return False
     if num_rows > MAX_SMALL_ROWS:  # timed for FP8 alone
-        some = num_rows <= MAX_MEDIUM_ROWS and weight.has_row_scales
-        return some and _can_hold(len(weight), split_k, num_rows, dtype)
+        is_timed = num_rows <= MAX_MEDIUM_ROWS and weight.has_row_scales
+        return is_timed and _can_hold(len(weight), split_k, num_rows, dtype)
     programs = triton.cdiv(len(weight), 64) * split_k.splits
     return split_k.splits > 1 and split_k.split_len == HELD_RANGE and programs <= HELD_PROGRAMS[BITS[weight.code]]
 

@@ -65,7 +65,7 @@ VENDOR_ROWS = 64
 
 
 class Mlp(NamedTuple):
-    """gate_up [2 I, H], the gate's rows first; down [H, I]. limit: see `gated_linear`."""
+    """A gated MLP: gate_up [2 I, H], the gate's rows first; down [H, I]. limit: see the module's docstring."""
 
     gate_up: Weight
     activation: str
@@ -117,8 +117,8 @@ def _gate_kernel(
 def _by_other_kernels(
     x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, activation: str | None, split_k: SplitK, in_order: bool
 ) -> Product | None:
-    """The product by a kernel for more rows than `gemm_small` or, in any order, by the library; None: by
-    `gemm_small`."""
+    """The product by another kernel than `gemm_small`, or in any order by the library; None: `gemm_small` is to compute
+    it."""
     gated, held = activation is not None, can_hold(weight, split_k, len(x), x.dtype)
     if takes_packed_rows(weight, x) and not held:
         given = split_k if in_order else None
@@ -134,12 +134,12 @@ def _by_other_kernels(
         return None
     if len(x) > VENDOR_ROWS and not held:
         whole = F.linear(x, dequantise(weight, x.dtype) if isinstance(weight, PackedWeight) else weight, bias)
-        return Product.from_value(whole if activation is None else _gate(whole, activation, inf, behind_library=True))
+        return Product.from_value(whole if activation is None else _gate(whole, activation, inf, after_library=True))
     return _by_other_kernels(x, weight, bias, activation, split_k, in_order=True)
 
 
-def _gate(merged: torch.Tensor, activation: str, limit: float, *, behind_library: bool) -> torch.Tensor:
-    """merged [M, 2 I] -> act(gate) * up [M, I]."""
+def _gate(merged: torch.Tensor, activation: str, limit: float, *, after_library: bool) -> torch.Tensor:
+    """Gate a product: merged [M, 2 I] -> act(gate) * up [M, I]."""
     out = merged.new_empty((len(merged), merged.shape[1] // 2))
     if out.numel():
         _gate_kernel[(len(out), triton.cdiv(out.shape[1], 1024))](
@@ -148,7 +148,7 @@ def _gate(merged: torch.Tensor, activation: str, limit: float, *, behind_library
             LIMITED=limit < inf,
             BLOCK=1024,
             num_warps=4,
-            **pdl_options(merged.device, behind_library=behind_library),
+            **pdl_options(merged.device, after_library=after_library),
         )
     return out
 
@@ -172,7 +172,7 @@ def linear(
     keep_parts: bool = False,
     hold_next: bool = False,
 ) -> Product:
-    """x [M, K], weight [N, K] (rows of both at any stride; packed or not), bias [N] or None -> their product.
+    """Multiply: x [M, K], weight [N, K] (rows of both at any stride; packed or not), bias [N] or None -> the product.
 
     split_k: that of a larger weight to which these rows belong; None: the weight's own. in_order: see above; in any
     order it is faster. keep_parts: ranges of K always stay separate float32 parts. hold_next: no later kernel starts
@@ -197,8 +197,8 @@ def linear(
 
 @op(reference=reference_linear_parts)
 def linear_parts(x: torch.Tensor, weight: torch.Tensor, split_k: SplitK) -> Product:
-    """x [M, K], weight [N, K] with some columns of a larger weight, cut like it -> a float32 part for each range of
-    K."""
+    """Multiply x [M, K] by a weight [N, K] with some columns of a larger one, in the ranges of that one -> a float32
+    part for each range of K."""
     assert split_k.splits * split_k.split_len >= weight.shape[1] > (split_k.splits - 1) * split_k.split_len, (
         f"{split_k=} {weight.shape=}"
     )
@@ -215,11 +215,11 @@ def gated_linear(
     in_order: bool = True,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """x [M, K], weight [2 I, K] with the gate's rows first -> act(gate) * up [M, I]. K is cut into ranges only with a
-    limit, since the gate then has a launch of its own."""
+    """Multiply and gate: x [M, K], weight [2 I, K] with the gate's rows first -> act(gate) * up [M, I]. K is cut into
+    ranges only with a limit, since the gate then has a launch of its own."""
     assert activation in ACTIVATIONS and len(weight) % 2 == 0, f"{activation=} {weight.shape=}"
     if limit < inf:
-        return _gate(finish(linear(x, weight, in_order=in_order)), activation, limit, behind_library=False)
+        return _gate(finish(linear(x, weight, in_order=in_order)), activation, limit, after_library=False)
     split_k = SplitK(1, weight.shape[1])
     if tiles is None:
         product = _by_other_kernels(x, weight, None, activation, split_k, in_order)

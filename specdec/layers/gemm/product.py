@@ -27,22 +27,22 @@ RANGE = 128
 """Ranges of K begin at multiples of this number of columns."""
 
 SPLITS = 4
-"""Ranges of K for a low weight, which would otherwise have too few programs."""
+"""Ranges of K for a weight with at most SPLIT_HEIGHT rows, which would otherwise have too few programs."""
 
 SPLIT_HEIGHT = 8192
-"""A weight with at most this many rows is low."""
+"""Maximum rows of a plain weight whose K is cut into ranges."""
 
 LOW_HEIGHT = 512
-"""Up to this many rows of a weight, a program can hold its tile of one range of K."""
+"""A weight with at most this many rows is *low*: a program can hold its tile of one range of K."""
 
 LOW_RANGE = 512
-"""Most columns of a range of such a weight, in 16 bits and in FP8."""
+"""Maximum columns of a range of K of a low weight, in 16 bits and in FP8."""
 
 PACKED_RANGE = 256
 """Ranges of K of a packed weight begin at multiples of this number of columns."""
 
 MAX_PACKED_SPLITS = 8
-"""Most ranges of K for a packed weight: each is a part that the next kernel adds."""
+"""Maximum ranges of K for a packed weight: each is a part that the next kernel adds."""
 
 PACKED_WAVE = 396
 """Programs over a packed weight that an H200 runs at once. The number of ranges is chosen to fill 0.9 of this."""
@@ -225,7 +225,7 @@ def split_k_of(weight: Weight, shape: Sequence[int] | None = None) -> SplitK:
 
 
 def reference_activate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """float32 in and out."""
+    """Apply one of ACTIVATIONS; float32 in and out."""
     return F.gelu(x, approximate="tanh") if activation == "gelu_tanh" else F.silu(x)
 
 

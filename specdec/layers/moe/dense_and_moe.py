@@ -39,7 +39,7 @@ from specdec.layers.packed.packed_weight import PackedWeight, Weight
 def reference_mlp_and_experts(
     inputs: BranchInputs, mlp: Mlp, router: Router, experts: Experts, *, down: Callable[..., Product] = reference_linear
 ) -> tuple[Product, Product]:
-    """down: computes the last product of the MLP."""
+    """Compute both branches one after the other. down: computes the last product of the MLP."""
     dense = down(reference_gated_linear(inputs.mlp, mlp.gate_up, mlp.activation, mlp.limit), mlp.down)
     return dense, reference_apply_experts(inputs.experts, reference_route(inputs.router, router), experts)
 

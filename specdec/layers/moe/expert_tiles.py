@@ -11,19 +11,19 @@ import torch
 
 from specdec.gpu.triton_shim import device_limits, triton
 from specdec.layers.gemm.product import Tiles
-from specdec.layers.packed.packed_launch import REGISTERS
+from specdec.layers.packed.packed_launch import REGISTERS_FOR_FOUR
 from specdec.layers.packed.packed_tile import tile_columns
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, Weight
 from specdec.layers.packed.unpack_asm import is_fast
 
 UNLISTED_ROWS = 16
-"""Most rows of x whose assignments are not listed by expert first: those of the smallest tile."""
+"""Maximum rows of x whose assignments are not listed by expert first: those of the smallest tile."""
 
 STATIC_BYTES = 4 << 10
 """Shared memory of a program besides its tiles in flight."""
 
-DEEP = 11 * 256
-"""With more columns than this, 4-bit tiles are loaded further ahead if few programs share a multiprocessor."""
+MANY_COLUMNS = 11 * 256
+"""Above this number of columns, 4-bit tiles are loaded further ahead if few programs share a multiprocessor."""
 
 LONG_LIST = 64
 """If more rows than this are expected in a list, tiles of a 2-byte weight have 128 rows of x."""
@@ -38,7 +38,7 @@ def expert_tiles(slots: int, weight: Weight, dtype: torch.dtype, *, listed: bool
     num_experts, n, k = weight.shape
     # rows in a list: twice the mean, so that most lists fit one tile
     expected = max(UNLISTED_ROWS, triton.next_power_of_2(2 * slots // num_experts)) if listed else UNLISTED_ROWS
-    # programs of a multiprocessor, at most; unknown with lists
+    # upper bound on the programs of a multiprocessor; with lists there is none
     programs = inf if listed else ceil(slots * triton.cdiv(n, 64) / device_limits(weight.device)[0])
     if dtype == torch.float32:
         tiles = _float32_tiles(weight, min(expected, 64))
@@ -73,18 +73,18 @@ def _plain_tiles(k: int, expected: int) -> Tiles:
 
 def _fp8_tiles(expected: int, programs: float, listed: bool) -> Tiles:
     if expected > UNLISTED_ROWS:
-        return Tiles(64, 32, 128, 4, 4, 64, registers=REGISTERS)
+        return Tiles(64, 32, 128, 4, 4, 64, registers=REGISTERS_FOR_FOUR)
     if listed:
-        return Tiles(64, UNLISTED_ROWS, 128, 4, 5, 64, registers=REGISTERS)
+        return Tiles(64, UNLISTED_ROWS, 128, 4, 5, 64, registers=REGISTERS_FOR_FOUR)
     return Tiles(64, UNLISTED_ROWS, 128, 4, 5 if programs <= 3 else 4, 64)  # five programs with four tiles fit
 
 
 def _int4_tiles(weight: PackedWeight, dtype: torch.dtype, expected: int, programs: float) -> Tiles:
-    if weight.shape[-1] > DEEP and programs <= 3:
+    if weight.shape[-1] > MANY_COLUMNS and programs <= 3:
         return Tiles(64, UNLISTED_ROWS, 256, 4, 4 if programs == 3 else 5, 64)
     # shorter groups, zeros and unpacking without assembly would spill
     fits = weight.zeros is None and weight.group >= 32 and is_fast(weight, dtype)
-    registers = REGISTERS if fits else None
+    registers = REGISTERS_FOR_FOUR if fits else None
     if expected > UNLISTED_ROWS:
         return Tiles(64, 32, 128, 4, 4, 64, registers=registers)
     return Tiles(64, UNLISTED_ROWS, 256, 4, 3, 64, registers=registers)

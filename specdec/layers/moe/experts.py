@@ -33,17 +33,18 @@ from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
 ACTIVATIONS = ("gelu_tanh", "silu", "silu_clamped", "swiglu_clamped")
 
 FEW_SLOTS = 256
-"""Most assignments for which no list is made (`are_few`; also at most UNLISTED_ROWS rows): each program then finds its
-expert's assignments itself."""
+"""Maximum assignments without a list (`are_few`; also at most UNLISTED_ROWS rows): each program then finds its expert's
+assignments itself."""
 
 
 class Experts(NamedTuple):
-    """gate_up [E, 2 I, H] and down [E, H, I], views at any strides, or packed; biases [E, 2 I] and [E, H].
+    """Experts of a mixture: gate_up [E, 2 I, H] and down [E, H, I], views at any strides, or packed; biases [E, 2 I]
+    and [E, H].
 
     interleaved: rows 2 i and 2 i + 1 of gate_up are gate and up of i; otherwise all gates come first. shared: other
-    ranks have more experts. Assignments to these have expert -1, and their parts are undefined here. swiglu_clamped:
-    (clamp(u, -limit, limit) + 1) g sigmoid(alpha g), g the gate, at most `limit`. silu_clamped: min(silu(g), limit)
-    clamp(u, -limit, limit).
+    ranks have more experts. Assignments to these have expert -1, and their parts are undefined here. activation
+    "swiglu_clamped": (clamp(u, -limit, limit) + 1) g sigmoid(alpha g), g the gate, at most `limit`; "silu_clamped":
+    min(silu(g), limit) clamp(u, -limit, limit).
     """
 
     gate_up: Weight
@@ -58,7 +59,7 @@ class Experts(NamedTuple):
 
 
 def reference_apply_experts(x: torch.Tensor, routing: Routing, experts: Experts) -> Product:
-    """x [T, H] -> [T, H], expert by expert."""
+    """Apply the experts one by one: x [T, H] -> [T, H]."""
     parts = torch.zeros((*routing.experts.shape, x.shape[1]), dtype=torch.float32, device=x.device)  # [T, k, H]
     for expert in routing.experts[routing.experts >= 0].unique().tolist():
         row, rank = (routing.experts == expert).nonzero(as_tuple=True)
@@ -304,7 +305,7 @@ def _expert_rows(
 
 @op(reference=reference_apply_experts)
 def apply_experts(x: torch.Tensor, routing: Routing, experts: Experts, *, few: bool | None = None) -> Product:
-    """x [T, H] -> [T, H]. `few`: use no list; None: `are_few` decides."""
+    """Apply the chosen experts: x [T, H] -> [T, H]. few: use no list; None: `are_few` decides."""
     launches, result = list_products(x, routing, experts, are_few(*routing.experts.shape) if few is None else few)
     if len(x):
         for launch in launches:

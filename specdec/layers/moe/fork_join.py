@@ -38,7 +38,7 @@ def reference_fork_norm(
 def reference_join_norm(
     dense: Product, chosen: Product, *, dense_gain: Norm, chosen_gain: Norm, **end: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """end: arguments of the norm of both."""
+    """Norm both results and their sum. end: arguments of the last norm."""
     added = reference_norm(dense, post=dense_gain)[0] + reference_norm(chosen, post=chosen_gain)[0]
     return reference_norm(Product.from_value(added), **end)
 
@@ -148,7 +148,7 @@ def _join_norm_kernel(
 def fork_norm(
     product: Product, *, post: Norm, residual: torch.Tensor, mlp: Norm, experts: Norm, router: Norm, factor: float
 ) -> BranchInputs:
-    """residual [M, H], rows of any stride."""
+    """Norm the stream for each branch. residual [M, H], rows of any stride."""
     parts, bias, dtype = product
     _, num_rows, width = parts.shape
     _check(product, residual, post, mlp, experts, router._replace(round_first=False))
@@ -175,7 +175,7 @@ def join_norm(
     scale: torch.Tensor | None = None,
     pre: Norm | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> h, x [M, H]; without `pre`, x is h. residual: [M, H], rows of any stride; scale: [1]."""
+    """Compute h, x [M, H]; without `pre`, x is h. residual: [M, H], rows of any stride; scale: [1]."""
     _, num_rows, width = dense.parts.shape
     for product in (dense, chosen):
         _check(product, residual, dense_gain, chosen_gain, post, *([] if pre is None else [pre]))

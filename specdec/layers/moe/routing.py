@@ -31,7 +31,7 @@ WIDE_RANGE = 256
 
 
 class Router(NamedTuple):
-    """weight [E, H], bias [E] or None; expert_scale [E] of weights.
+    """A router: weight [E, H], bias [E] or None; expert_scale [E] multiplies the weights of chosen experts.
 
     gain: its input is the residual stream with this norm, times `factor`; None: the experts' input.
     owned: this rank's first expert and its number of experts; None: all experts.

@@ -186,7 +186,7 @@ def packed_gemm_kernel(
 def packed_gemm(
     x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, activation: str | None, launch: PackedLaunch
 ) -> Product:
-    """x [M, K] as descriptors need it, weight [N, K], bias [N] or None -> product, or gated [1, M, N / 2]."""
+    """Multiply: x [M, K] as descriptors need it, weight [N, K], bias [N] or None -> product, or gated [1, M, N / 2]."""
     require_operands(x, weight, bias)
     (num_rows, k), n, gated = x.shape, len(weight), activation is not None
     tiles, split_k, short = launch.tiles, launch.split_k, launch.short_tiles

@@ -82,8 +82,8 @@ TILE_TIMINGS: dict[Tiles, dict[str, TileTiming]] = {
     },
 }
 """Tiles, by the form of a weight, that were fastest for some of nine weights and 64 to 640 rows. On an H200, a layer
-takes on average 0.2 %, and at most 5 %, longer with the model's choice for one of its products than with the fastest
-timed launch.
+takes on average 0.2 %, and at most 5 %, longer with the time model's choice for one of its products than with the
+fastest timed launch.
 
 With a register limit about a tenth below its own choice, the compiler orders a loop in another way, up to 15 % faster
 (docs/results/2026-11-29-h200.md)."""
@@ -104,17 +104,17 @@ RANGES = (1, 2, 3, 4, 6, 8)
 """Possible numbers of ranges of K in any order."""
 
 MIN_RANGE = 512
-"""Minimum columns of such a range."""
+"""Minimum columns of a range of K in any order."""
 
 MAX_PART_ROWS = 2048
-"""Most rows of all parts of a sum together: more would take much memory."""
+"""Maximum rows of all parts of a sum together: more would take much memory."""
 
 SCALES_AND_STORES_BYTES = 10 << 10
 """Bytes of shared memory for scales and for a program's stores."""
 
 # The costs of a launch on an H200, in microseconds (us); bytes and operations on an H100.
 WAVE_US = 1.44  # to start and end the programs that a multiprocessor runs at once
-PROGRAM_US = 0.42  # more for each program of such a wave
+PROGRAM_US = 0.42  # for each program of such a wave, in addition
 PART_US = 0.52  # for each part that the next kernel adds, besides its bytes
 LIBRARY_US = 9.0  # for the library's two additional launches and for what every product takes
 TWO_TILES_FACTOR = 1.03  # on the time of a launch with two tile sizes: it is chosen only if clearly faster
@@ -126,19 +126,19 @@ DEEP_RANGE = 2560
 """If ranges have more columns than this, a program of `gemm_small` has four tiles in flight, otherwise three."""
 
 SHORT_RANGE = 1280
-"""Up to this many columns per range `gemm_small` reads a high int4 weight with small groups in tiles of 128
-columns, not 256."""
+"""Up to this many columns per range, `gemm_small` reads an int4 weight with SPLIT_HEIGHT rows or more and small groups
+in tiles of 128 columns, not 256."""
 
-REGISTERS = 128
-"""Register limit per thread, set if it lets a fourth program run on a multiprocessor."""
+REGISTERS_FOR_FOUR = 128
+"""Register limit per thread with which four programs run on a multiprocessor."""
 
-FOR_THREE = 168
+REGISTERS_FOR_THREE = 168
 """Register limit per thread with which three programs run on a multiprocessor."""
 
-FOR_THREE_IN_LONG_GROUPS = 144
-"""Register limit per thread for int4 in groups of more than 32 columns, where it is fastest."""
+REGISTERS_IN_LONG_GROUPS = 144
+"""Register limit per thread that is fastest for int4 in groups of more than 32 columns; three programs run too."""
 
-FOR_NEXT = 72
+REGISTERS_FOR_NEXT = 72
 """Register limit per thread that leaves room for programs of the next kernel while the last of these run."""
 
 WAVE_OF_FOUR = 528
@@ -169,20 +169,22 @@ def choose_packed_tiles(num_rows: int, weight: PackedWeight, split_k: SplitK, dt
         elif not in_parts:
             stages = 4
         fits_next = few_rows and at_once and not in_parts and not fixed and is_fast(weight, dtype)
-        return Tiles(64, block_m, fixed or 128, 4, stages, 64, registers=FOR_NEXT if fits_next else REGISTERS)
+        return Tiles(
+            64, block_m, fixed or 128, 4, stages, 64, registers=REGISTERS_FOR_NEXT if fits_next else REGISTERS_FOR_FOUR
+        )
     small_groups = weight.code == "int4" and weight.group <= 32
     if len(weight) >= SPLIT_HEIGHT and small_groups and in_parts and split_k.split_len <= SHORT_RANGE:
-        return Tiles(64, block_m, 128, 4, stages, 64, registers=REGISTERS)
+        return Tiles(64, block_m, 128, 4, stages, 64, registers=REGISTERS_FOR_FOUR)
     if few_rows and PACKED_WAVE < programs <= WAVE_OF_FOUR:
-        return Tiles(64, block_m, 256, 4, 3, 64, registers=REGISTERS)
+        return Tiles(64, block_m, 256, 4, 3, 64, registers=REGISTERS_FOR_FOUR)
     if not few_rows and programs > PACKED_WAVE:
-        return Tiles(64, block_m, 128, 4, 4, 64, registers=REGISTERS)
+        return Tiles(64, block_m, 128, 4, 4, 64, registers=REGISTERS_FOR_FOUR)
     if not in_parts:
         return Tiles(64, block_m, 256, 4, stages, 64)
     if few_rows:
         return Tiles(64, block_m, 256, 4, 4, 64)
     long_groups = weight.code == "int4" and weight.group > 32 and weight.zeros is None and is_fast(weight, dtype)
-    registers = FOR_THREE if small_groups else FOR_THREE_IN_LONG_GROUPS if long_groups else None
+    registers = REGISTERS_FOR_THREE if small_groups else REGISTERS_IN_LONG_GROUPS if long_groups else None
     return Tiles(64, block_m, 256, 4, stages, 64, registers=registers)
 
 
@@ -231,7 +233,8 @@ class PackedLaunch(NamedTuple):
         """Returns tiles of x, tiles of a weight of n rows that have a program for each of them, and programs of short
         tiles; all for each range of K.
 
-        The last tile of x ends with the last row. With short ones, only nearly whole ones count."""
+        The last tile of x ends with the last row. Next to short tiles, a tall one counts only if `_rounded` rows fill
+        it, or if it is the first."""
         each, weight_tiles = self.tiles.block_m + self.tiles.tail_m, triton.cdiv(n, self.tiles.block_n)
         if self.short_tiles is None:
             return triton.cdiv(num_rows, each), weight_tiles, 0
@@ -241,7 +244,7 @@ class PackedLaunch(NamedTuple):
 
 
 def _rounded(num_rows: int) -> int:
-    """Rows as the model counts them."""
+    """Rows as the time model counts them: rounded up to a multiple of 32."""
     return -(-num_rows // 32) * 32
 
 
@@ -263,15 +266,15 @@ def choose_packed_rows(
 def _choose(
     num_rows: int, shape: PackedShape, gated: bool, split_k: SplitK | None, multiprocessors: int, shared: int
 ) -> PackedLaunch | None:
-    took = {
+    times = {
         launch: _microseconds(num_rows, shape, launch, multiprocessors)
         for tiles in TILE_TIMINGS
         if tiles.block_m <= num_rows and _fits(tiles, shape, shared)  # absent rows take longer than real ones
         for launch in _launches(num_rows, shape, tiles, gated, split_k, multiprocessors)
     }
-    if not took or (split_k is None and min(took.values()) > _library_microseconds(num_rows, shape)):
+    if not times or (split_k is None and min(times.values()) > _library_microseconds(num_rows, shape)):
         return None
-    return min(took, key=lambda launch: took[launch])
+    return min(times, key=lambda launch: times[launch])
 
 
 def _launches(
@@ -281,15 +284,15 @@ def _launches(
     # for a second sum, to which a program adds the sum of each range; for 8 bits `gemm_small` is as fast
     has_registers = tiles.block_m == 64 and not tiles.tail_m and (tiles.block_n == 64 or tiles.registers is None)
     split_ks = [split_k] if split_k else [_equal_ranges(shape.k, ranges) for ranges in ((1,) if gated else RANGES)]
-    for some in split_ks:
-        if some.splits == 1:
-            yield PackedLaunch(tiles, some)
+    for cut in split_ks:
+        if cut.splits == 1:
+            yield PackedLaunch(tiles, cut)
             for short in SHORT_TILES.get(tiles, ()):
-                yield from _mixed(num_rows, shape, PackedLaunch(tiles, some, short_tiles=short), multiprocessors)
-        elif some.splits * num_rows <= MAX_PART_ROWS and (in_order or some.split_len >= MIN_RANGE):
-            yield PackedLaunch(tiles, some)
-        if in_order and some.splits > 1 and shape.bits == 4 and has_registers:
-            yield PackedLaunch(tiles, some, summed=True)
+                yield from _mixed(num_rows, shape, PackedLaunch(tiles, cut, short_tiles=short), multiprocessors)
+        elif cut.splits * num_rows <= MAX_PART_ROWS and (in_order or cut.split_len >= MIN_RANGE):
+            yield PackedLaunch(tiles, cut)
+        if in_order and cut.splits > 1 and shape.bits == 4 and has_registers:
+            yield PackedLaunch(tiles, cut, summed=True)
 
 
 def _mixed(num_rows: int, shape: PackedShape, launch: PackedLaunch, multiprocessors: int) -> Iterator[PackedLaunch]:

@@ -36,7 +36,7 @@ class PackedTensors(nn.Module):
 
 
 class PackedLinear(PackedTensors):
-    """x [.., K] -> [.., N]."""
+    """A linear layer with a packed weight: x [.., K] -> [.., N]."""
 
     def __init__(self, weight: PackedWeight, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight)
@@ -48,7 +48,8 @@ class PackedLinear(PackedTensors):
 
 
 class PackedExperts(nn.Module):
-    """x [T, H], the experts of each row [T, k] and their weights [T, k] -> [T, H], like transformers' experts."""
+    """Experts with packed weights: x [T, H], experts of each row [T, k] and their weights [T, k] -> [T, H], as in
+    transformers."""
 
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None

@@ -172,7 +172,7 @@ def dequantised(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
 
 
 def multiply(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [.., K] W^T + bias -> [.., N], with the dequantised weight."""
+    """Compute x [.., K] W^T + bias -> [.., N] with the dequantised weight."""
     if not isinstance(weight, PackedWeight):
         return F.linear(x, weight, bias)
     if not weight.has_row_scales:

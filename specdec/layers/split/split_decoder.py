@@ -45,7 +45,7 @@ class SplitLayer(nn.Module):
     def forward(
         self, hidden: torch.Tensor, *, states: list[LayerState], specdec_ctx: LayerContext
     ) -> tuple[torch.Tensor, list[LayerState]]:
-        """hidden [T, H] of rank 0 (as in `states`) -> the next layer's."""
+        """Run the layer on all ranks: hidden [T, H] of rank 0 (as in `states`) -> the next layer's."""
         contexts: list[LayerContext] = [specdec_ctx, *specdec_ctx.other_ranks]
         runs: list[LayerRun] = [
             share.begin(*state, context)  # type: ignore[operator]
@@ -151,7 +151,7 @@ class SplitDecoder(nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=last.view(embeds.shape))
 
     def _layer_inputs(self, sent: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> list[Any]:
-        """sent: embeddings, positions and tokens of each rank -> per-layer embeddings [T, L, P] on each, or None."""
+        """Per-layer embeddings [T, L, P] on each rank, or None. sent: embeddings, positions and tokens of each rank."""
         own: list[torch.Tensor] = []
         for rank, (hidden, _, tokens) in enumerate(sent):
             tables = self.parts[rank].embeddings
@@ -189,7 +189,7 @@ class SplitHead(nn.Module):
                 self.shares.append((place_weight(own, put), None if own_bias is None else put([own_bias])))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., K] -> [..., N]."""
+        """Multiply: x [..., K] -> [..., N]."""
         self.ranks.begin()
         logits = []
         for rank, sent in enumerate(self.ranks.send(x.reshape(-1, x.shape[-1]))):

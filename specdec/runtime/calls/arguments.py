@@ -1,7 +1,7 @@
 """Checks an engine's arguments, except prompts, before any work. An unknown keyword of a public method raises an error
 that says where it belongs or which keyword was meant, instead of a TypeError.
 
-It knows settings and the shape of parts, no model. Every refusal is one sentence that says what to do.
+It runs no model. Every refusal is one sentence that says what to do.
 """
 
 import difflib

@@ -9,8 +9,8 @@ engine's worker.
 
 A greedy draft is accepted up to its first prediction that differs from the text. All roots run at once, as rows. A
 block at root r holds the token at r and MASK tokens; it sees its own rows, and K/V of [0, r) made from the target's
-states. The doctor compares an engine's worker with this, and tries changes of a drafter; an engine watches by it the
-conventions of MTP modules.
+states. The doctor compares an engine's worker with these drafts, and tries changes of a drafter. An engine checks the
+conventions of MTP modules with them (`convention_watch.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -60,8 +60,8 @@ class RecordingContext(ProbeContext):
 
 @dataclass(frozen=True, slots=True)
 class RecordedText:
-    """tokens [T]; the first prompt_len of them are the prompt. hidden [T, H] after the final norm; `context` has K and
-    V of each layer [T, heads, D] after RoPE, and the states."""
+    """A text that the target has read: tokens [T], of which the first prompt_len are the prompt; hidden [T, H] after
+    the final norm; `context` has K and V of each layer [T, heads, D] after RoPE, and the states."""
 
     tokens: torch.Tensor
     prompt_len: int
@@ -70,7 +70,7 @@ class RecordedText:
 
     @property
     def positions(self) -> torch.Tensor:
-        """[T]."""
+        """Position of each token, [T]."""
         return torch.arange(len(self.tokens), device=self.tokens.device)
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,7 +100,7 @@ def record(
 
 class Drafts(NamedTuple):
     """Drafts from R roots, K deep. roots [R]: positions; first_logits [V]: at depth 0 of the first root, the end of the
-    prompt; right [R, K] bool: is the prediction the text's token; log_p [R, K] float32: log-probability of the text's
+    prompt; right [R, K] bool: the prediction is the text's token; log_p [R, K] float32: log-probability of the text's
     token."""
 
     roots: torch.Tensor
@@ -115,8 +115,8 @@ class Drafts(NamedTuple):
 
     @property
     def expected(self) -> torch.Tensor:
-        """[R] float32: expected number of accepted drafts if they were drawn: the sum of the probabilities of the
-        text's first 1, 2, ... tokens. It shows smaller changes than the number of right tokens."""
+        """Expected number of accepted drafts if they were drawn, [R] float32: p_1 + p_1 p_2 + ..., p_i the probability
+        of the text's i-th token. It shows smaller changes than the number of right tokens."""
         return self.log_p.cumsum(1).exp().sum(1)
 
 

@@ -49,7 +49,7 @@ ROW_WEIGHT = 4.0
 """Weight, in drafts, of the engine's chances in the estimate of a row."""
 
 ROW_MEMORY = 64
-"""Most drafts that a row remembers for a source and depth."""
+"""Maximum number of drafts that a row remembers for a source and depth."""
 
 LOSS_SHARE = 0.008
 """Share of the decoding time that drafts may lose. Together with one plain round per DECAY_ROUNDS rounds it is 1 %."""

@@ -13,8 +13,8 @@ import numpy as np
 from specdec.runtime.request_output import RequestStats
 from specdec.runtime.rounds.result import DraftShape
 
-BUSY = 0.9
-"""A process that computes undisturbed on a CPU has at least this share of a core."""
+UNDISTURBED_SHARE = 0.9
+"""Minimum share of a core that a computing process gets while no other program uses the processor."""
 
 
 class DraftStats(NamedTuple):
@@ -106,7 +106,7 @@ def why_slower(speed_up: float, stats: RequestStats, *, off: str = "") -> str:
 
 def busy_in_words(processor_share: float | None) -> str:
     """Says that other programs used the processor during the measurement; empty if not, or if unknown."""
-    if processor_share is None or processor_share >= BUSY:
+    if processor_share is None or processor_share >= UNDISTURBED_SHARE:
         return ""
     return f"other programs took the processor: this one had {processor_share:.2f} of a core"
 

@@ -100,9 +100,9 @@ class PromptsInProgress:
 class PrefixPolicy:
     """Prefix-cache policy of one engine.
 
-    cache: the K/V cache, with the stores of all models; None turns prefix caching off. weights_version: returns another
-    value once weights have changed, so that cached K/V are no longer valid. lag: for each row, upper bound on
-    its newest tokens that lack the drafter's K/V; these are not cached. None: every token has them.
+    cache: the K/V cache, with the stores of all models; None turns prefix caching off. weights_version: its result
+    changes when weights change, which makes cached K/V invalid. lag: for each row, upper bound on its newest tokens
+    that lack the drafter's K/V; these are not cached. None: every token has them.
     """
 
     def __init__(
@@ -111,20 +111,20 @@ class PrefixPolicy:
         self._cache: PrefixCache | None = None
         self._weights_version = weights_version
         self._lag = lag
-        self._era = 0  # incremented each time the K/V computed so far became invalid
+        self._era = 0  # incremented when the K/V computed so far become invalid
         if cache is not None:
             shared = len(cache.models) > 1  # with a drafter, whose K/V may depend on the next token
             self._cache = PrefixCache(cache.table, needs_next_token=shared, states=cache.state_cache())
             self._table = cache.table
             self._made_by = weights_version()
-            self._began: IntArray = np.zeros(cache.table.max_requests, dtype=np.int64)  # era of each row's beginning
+            self._row_era: IntArray = np.zeros(cache.table.max_requests, dtype=np.int64)  # era in which each row began
             self._in_progress = PromptsInProgress(self._cache)
 
     def should_wait_for_prefix(self, request: Request, rank: Rank) -> bool:
         """Is a running request of lower rank computing a prefix that this request could then adopt?
 
-        Only running requests of lower rank count, so no two requests wait for each other. A request waits for the one
-        found first until that prefix is complete.
+        Only running requests of lower rank count, so no two requests wait for each other. A request that waits for
+        another one keeps waiting for it until that prefix is complete.
         """
         if (cache := self._usable_cache()) is None:
             return False
@@ -156,7 +156,7 @@ class PrefixPolicy:
         if (cache := self._usable_cache()) is None:
             return
         key, salt = self._key(request)[: request.prefill_target], salt_of(request)
-        self._began[request.row] = self._era
+        self._row_era[request.row] = self._era
         adopted = cache.adopt(request.row, self._adoptable(request), salt)
         if request.num_output == 0 and request.stats.preemptions == 0:
             request.stats.cached_tokens = adopted
@@ -167,7 +167,7 @@ class PrefixPolicy:
         """Insert the committed K/V of running requests into the cache, for other requests."""
         if (cache := self._usable_cache()) is None:
             return
-        kept = [request for request in requests if self._began[request.row] == self._era]
+        kept = [request for request in requests if self._row_era[request.row] == self._era]
         cache.insert([request.row for request in kept], [*map(self._whole_key, kept)], [*map(salt_of, kept)])
         for request in requests:
             if not self._is_computing(request, request.prefill_target):

@@ -3,9 +3,9 @@
     step      a round of all that decode | prompts: at most GAP_SHARE of a round for each request without a token
     prompts   seconds = forward + token * T + pair * X           T tokens that see X earlier tokens in all
 
-So one long prompt lengthens each step by at most half a round, while a queue of prompts is read in large steps, for
-throughput. Rounds are timed whenever they run. Prompts are timed when the engine is made (GPU), or whenever they run,
-host work included (CPU).
+So one long prompt lengthens each step by half a round (by more if `min_tokens` take longer), while a queue of prompts
+is read in large steps, for throughput. Rounds are timed whenever they run. Prompts are timed when the engine is made
+(GPU), or whenever they run, host work included (CPU).
 
     in a step    the first by rank: at least half of the budget | short prompts that pass it | the others, by rank
 
@@ -44,14 +44,15 @@ GAP_SHARE = 0.5
 
 PROMISED_GAP = 0.25
 """Upper bound, in seconds, on the time between two tokens of a decoding request, however many prompts wait. A reader
-needs twice as long for a dozen words; an H200 prefills 8,192 tokens of a 10B model in that time."""
+takes about as long for one word; an H200 prefills 8,192 tokens of a 10B model in that time."""
 
 PART_SHARE = 0.4
 """GAP_SHARE for parts of a divided forward. It is smaller, since the step's other work must fit into half a round
 too."""
 
 MAX_STEPS = 8
-"""Most steps among which a forward is divided, by its expected time: prompts that arrive meanwhile wait for its end."""
+"""Maximum steps among which a forward is divided, by its expected time: prompts that arrive meanwhile wait for its
+end."""
 
 MIN_CAP = 512
 """Lower bound on the cap of a step, in prompt tokens: with fewer, a GPU spends its time on reading weights."""

@@ -29,11 +29,11 @@ MAX_TOKENS = 8192
 """Largest captured chunks in tokens, padding included: the memory that captured forwards share grows with it. By
 default no step reads more."""
 
-TOKENS_A_RUN = 8
-"""Places of a captured forward per request that it has room for, which is the length of its tables."""
+TOKENS_PER_RUN = 8
+"""A captured forward over T tokens has room for T / TOKENS_PER_RUN requests: the length of its tables."""
 
 MIN_RUNS = 8
-"""A captured forward has room for at least this many requests."""
+"""Minimum number of requests that a captured forward has room for."""
 
 
 class ChunkShape(NamedTuple):
@@ -56,7 +56,7 @@ class ChunkShape(NamedTuple):
 
 class PromptParts(NamedTuple):
     """The parts that read some chunks: time share and program of each. read: returns the result after the last part.
-    generation: of the weights."""
+    generation: that of the weights which the programs read (`WeightVersions`)."""
 
     shares: Sequence[PartShare]
     programs: Sequence[Callable[[], object]]
@@ -185,7 +185,7 @@ class PromptForwards:
 
         def read() -> Chunk:
             chunk = program.result()
-            store.capture_next(shape, program.programs, shape.rule)  # at once: each of the few shapes occurs again
+            store.capture_next(shape, program.programs, shape.rule)  # now: each of the few shapes occurs again
             return chunk
 
         return PromptParts(program.shares, programs, read, store.generation)
@@ -195,7 +195,7 @@ class PromptForwards:
     ) -> ChunkShape | None:
         """The captured shape for `num_tokens` tokens, rounded up to the next size."""
         for tokens in SIZES_IN_PARTS if divided else token_buckets(MAX_TOKENS):
-            runs = min(max(MIN_RUNS, tokens // TOKENS_A_RUN), self._state.cache.table.max_requests)
+            runs = min(max(MIN_RUNS, tokens // TOKENS_PER_RUN), self._state.cache.table.max_requests)
             if num_tokens <= tokens <= MAX_TOKENS and runs >= num_runs:
                 return ChunkShape(tokens, runs, needed, divided)
         return None

@@ -4,7 +4,7 @@
     emitted[b, i]   the target's token after path[b, i]; the first `length` count, the last of these is the bonus token
     committed_len   S -> S + length;   tokens[row, S + 1 + i] = emitted[b, i]
     slots[row]      pages of one slot: the path's slots move to S, S + 1, ... (`path_order`); slots of rejected nodes
-                  stay in the lookahead and are overwritten. Larger pages: returns the K/V to move
+                    stay in the lookahead and are overwritten. Larger pages: returns the K/V to move
     packed[b]       length   path [W]   emitted [D]         padded with zeros
 
 One program runs per request. Padding seats get a result, but their row does not change.

@@ -49,7 +49,7 @@ class WeightVersions:
 
     def __init__(self, target: Any, drafter: Any) -> None:
         self._weights = watched_weights(target, drafter)
-        self._found: dict[object, Any] | None = None  # what was looked up in the current step; None: between steps
+        self._found: dict[object, Any] | None = None  # results of look-ups in the current step; None: between steps
 
     def generation(self) -> int:
         """A number that changes when weights are re-pointed to other storage."""

@@ -34,7 +34,7 @@ def lag_allowed(drafter: Drafter | None, adaptive: bool) -> bool:
 
 def added_lag(shape: RoundShape) -> int:
     """Most tokens that a round of this shape adds to the lag of a row; 0: the drafter reads them within the round."""
-    drafts_by_model = shape.width > 1 and not shape.draft.by_lookup  # then it has read all committed tokens
+    drafts_by_model = shape.width > 1 and not shape.draft.by_lookup  # drafting reads all committed tokens first
     return 0 if drafts_by_model or shape.depth > MAX_LAG else shape.depth
 
 
