@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from drafter_folders import IDS, SPEC, TARGET, change_drafter, fresh, read_drafter, write_drafter
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 
 from specdec.draft_models.checkpoints.drafter_formats import AUX_IDS, HARMLESS, SPECFORGE, is_eagle3_config
@@ -139,6 +139,20 @@ def test_pytorch_files_and_prefixes(folder: Path) -> None:
     assert read_drafter("SpecForge", folder) == SPEC
 
 
+def test_files_beside_the_weights_are_no_part_of_a_head(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """ModelOpt writes an adapter of the target next to a head that was trained with it; trainers leave other files."""
+    assert read_drafter("SpecForge", folder) == SPEC and not caplog.records
+    others = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 3)}
+    for name in ("adapter_model.safetensors", "export.safetensors"):
+        save_file(others, folder / name)
+    (folder / "adapter_config.json").write_text("{}")
+    assert read_drafter("SpecForge", folder) == SPEC
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "by peft" in caplog.text
+    (folder / "export.safetensors").unlink()
+    (folder / "model.safetensors").rename(folder / "head.safetensors")
+    assert read_drafter("SpecForge", folder) == SPEC
+
+
 def test_legacy_names_of_state_norms(folder: Path) -> None:
     names = {f"aux_norm_{part}.weight": torch.full((16,), float(i)) for i, part in enumerate(("low", "mid", "high"))}
     norms = read_head(change_drafter(folder, {"fc_norm": True, **names}), TARGET).state_dict()
@@ -174,6 +188,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 LLAMA3 |= {"original_max_position_embeddings": 64}
 BOTH = {"rope_scaling": LLAMA3, "rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "rope_theta": 5e5}
 DEFAULT = {"rope_type": "default", "rope_theta": 1e6}
+MROPE = DEFAULT | {"mrope_section": [1, 1, 1]}
 
 
 @pytest.mark.parametrize(
@@ -183,6 +198,7 @@ DEFAULT = {"rope_type": "default", "rope_theta": 1e6}
         ({"rope_theta": 500000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}, LINEAR),
         ({"rope_theta": 10000.0, "rope_parameters": DEFAULT}, DEFAULT),
         (BOTH, LLAMA3 | {"rope_theta": 5e5}),  # as SpecForge exports it
+        ({"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}}, MROPE),  # Qwen2.5-VL
     ],
 )
 def test_rope_spellings(config, rope, folder) -> None:
@@ -210,11 +226,12 @@ PADDED = torch.zeros(64, dtype=torch.bool).index_fill_(0, IDS, True)
         {"vocab_size": 64, "t2d": PADDED},  # a vocabulary that is padded beyond the target's
         {"model_type": "qwen2", "max_window_layers": 64},  # SpecForge's for QwQ 32B and Phi 4: layers of Llama
         {"model_type": "phi3"},
+        {"architectures": ["Eagle3LlamaForCausalLM"], "use_mrope": False, "modal_type": "VLM"},  # AngelSlim's
         {"num_hidden_layers": len(TARGET.layout.layers)},  # Vicuna 13B's, whose config.json counts its target's
         dict.fromkeys([*HARMLESS, "torch_dtype", "bos_token_id", "num_experts", "attention_dropout"], 7)
         | {"architectures": ["LlamaForCausalLMEagle3"]},
     ],
-    ids=["NVIDIA", "head_dim", "padded", "qwen2", "phi3", "target's layers", "harmless"],
+    ids=["NVIDIA", "head_dim", "padded", "qwen2", "phi3", "AngelSlim", "target's layers", "harmless"],
 )
 def test_what_changes_nothing_is_accepted(changes, folder) -> None:
     assert changed(folder, changes) == SPEC

@@ -1,5 +1,6 @@
 """Drafters' folders that cannot be read as they are: each is refused by the name of what is wrong, in one sentence."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"dflash_config.selector_rank": 8}, "a DFlash2 drafter"),
         ({"dflash_config.projector_type": "dspark"}, "projector_type='dspark' .*as SpecForge trains them"),
         ({"speculators_model_type": "dflash2"}, "a DFlash2 drafter"),
+        ({"architectures": ["QwenDFlareDraftModel"]}, r"a DFlare drafter \(QwenDFlareDraftModel\)"),
         ({"speculators_model_type": "xpress"}, "a xpress drafter in speculators' format; .*eagle3, dflash and dspark"),
         ({"model_type": "laguna"}, "laguna layers .*Qwen3 and Gemma 4"),
         ({"dflash_config.attention_mode": "mla"}, "dflash_config.attention_mode='mla' is not known"),
@@ -267,6 +269,10 @@ def test_folders_that_are_no_heads(tmp_path) -> None:
     write_drafter("SpecForge", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     refuses(r"no \*\.safetensors")
+    index = {"weight_map": {"norm.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    refuses(r"model-00001-of-00002\.safetensors is not there, though an index names it")
+    (tmp_path / "model.safetensors.index.json").unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(b"broken")
     refuses("cannot be read")
 

@@ -99,14 +99,25 @@ def is_unquantised(tensor: torch.Tensor) -> bool:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    if not files:
-        raise CheckpointError("there is no *.safetensors and no pytorch_model*.bin")
+    """The tensors of a drafter's folder. Raises CheckpointError."""
     tensors: dict[str, torch.Tensor] = {}
-    for file in files:
+    for file in _weight_files(folder):
         with _reading(file):
             tensors |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
     return tensors
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that transformers would read: the whole checkpoint, or its index's files; without both, any that are no
+    adapter. So nothing that lies beside the weights is read as a part of them."""
+    for name, others in (("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "pytorch_model*.bin")):
+        if (folder / name).is_file():
+            return [folder / name]
+        if (index := folder / f"{name}.index.json").is_file():
+            return sorted(set(_weight_map(index).values()))
+        if found := [file for file in sorted(folder.glob(others)) if not file.name.startswith("adapter_")]:
+            return found
+    raise CheckpointError("there is no *.safetensors and no pytorch_model*.bin")
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

@@ -4,8 +4,8 @@
     SPECFORGE          SafeAILab, SpecForge, lmsys, AngelSlim; an architecture with "eagle3",  the top level,
                        NVIDIA ModelOpt                         or `draft_vocab_size`           EAGLE_CONFIG
     SPECULATORS        RedHatAI                                `speculators_model_type` eagle3 the same, LAYER_CONFIG
-    BLOCK              z-lab (DFlash), JetSpec, deepseek-ai    `dflash_config`, an architec-   the top level,
-                       (DSpark for Qwen3)                      ture with "dflash" or "dspark"  DFLASH_CONFIG
+    BLOCK              z-lab, AngelSlim, ModelOpt (DFlash),    `dflash_config`, an architec-   the top level,
+                       JetSpec, deepseek-ai (DSpark, Qwen3)    ture with "dflash" or "dspark"  DFLASH_CONFIG
     GEMMA4_BLOCK       deepseek-ai (DSpark for Gemma 4)        the same, and `model_type`      the same
     SPECULATORS_BLOCK  RedHatAI (DFlash, DSpark)               `speculators_model_type`        the top level,
                                                                dflash or dspark                LAYER_CONFIG
@@ -14,6 +14,7 @@
     refused by name    z-lab, RedHatAI (DFlash2)               "dflash2", conv_*, selector_*
                        RedHatAI (P-EAGLE, xPress)              `speculators_model_type`
                        SpecForge (DSpark)                      `projector_type`
+                       AngelSlim (DFlare)                      an architecture with "dflare"
 
 To add a format, add a table here. If a key's meaning does not fit a table, code in its family's `checkpoint` reads it.
 `layout_of_config` gives the K/V that a head keeps, from its config.json alone.
@@ -36,7 +37,7 @@ HARMLESS_NAMES = """
 what recognises a format (`Format.matches`), training, precision, serving:
     architectures chunk_size_feed_forward embed_requires_grad enable_sp_ulysses has_no_defaults_at_init is_decoder
     initializer_range model_max_length num_eagle_features parallel_draft_heads_num_layers attn_implementation auto_map
-    pretraining_tp target_model_type use_bfloat16 use_cache
+    attention_backend loss_decay_gamma modal_type pretraining_tp target_model_type use_bfloat16 use_cache
 generation and output, which old releases of transformers kept in every config:
     bad_words_ids diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size num_beam_groups num_beams
     exponential_decay_length_penalty length_penalty max_length min_length no_repeat_ngram_size num_return_sequences
@@ -72,6 +73,7 @@ LAYER_KEYS: dict[str, Key] = {
     **dict.fromkeys(("max_window_layers", "rope_theta"), Key(NUMBER)),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), Key(OBJECT)),
     **dict.fromkeys(("layer_types", "model_type", "sliding_window"), Key()),
+    "use_mrope": Key(only=(False,)),
     # compared with the tensors and the target
     **dict.fromkeys(("vocab_size", "num_hidden_layers", "target_hidden_size"), Key(COUNT)),
 }
@@ -167,6 +169,11 @@ def why_refused_block(config: Config) -> str | None:
         return (
             f"a DFlash2 drafter ({names}); specdec does not run its convolution and its candidate selector; use a "
             "DFlash, DSpark or JetSpec drafter of the same target"
+        )
+    if "dflare" in published_names(config):
+        return (
+            f"a DFlare drafter ({names}); specdec does not run its layers, each of which has its own mixture of target "
+            "states; use a DFlash, DSpark or JetSpec drafter of the same target"
         )
     if reason := why_refused_speculator(config):
         return reason

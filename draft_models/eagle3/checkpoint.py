@@ -58,6 +58,12 @@ def read_head(folder: str | Path, target: TargetInfo, aux_layers: Sequence[int] 
             says = ", ".join(f"{key}={settings[key]}" for key in SHAPING if key in settings)
             raise CheckpointError(f"{error}{hint}; config.json has {says}") from error
         head.target_ids = target_ids
+        if (Path(folder) / "adapter_config.json").is_file():
+            logger.warning(
+                "%s has an adapter beside the head, which was trained with it on the target: without the adapter fewer "
+                "drafts are accepted; load the target with it by peft, and give that model as target",
+                folder,
+            )
         return head
 
 
