@@ -18,6 +18,7 @@ from packed_checkpoints import FORMS as STORED
 from packed_checkpoints import quantise, set_config
 from safetensors.torch import load_file, save_file
 from split_engines import use_peers
+from torch import nn
 from transformers import AutoModelForCausalLM, Exaone4ForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
@@ -519,6 +520,30 @@ def test_modules_of_a_quantised_checkpoint_draft_as_their_values_do(
     rounding = {"rtol": 1e-5, "atol": 5e-5} if form == "fp8-channel" else {}
     torch.testing.assert_close(*measured, **rounding)
     assert ["PackedLinear" in each for each in kinds] == [stored == "packed", False]
+
+
+class Int8Linear(nn.Module):
+    """A linear layer in whole numbers and one scale, such as bitsandbytes and others put into a model."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.scale = linear.weight.data.abs().max() / 127
+        self.weight = nn.Parameter((linear.weight.data / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight * self.scale)
+
+
+def test_modules_of_a_target_in_whole_numbers_stay_floating(published: Any) -> None:
+    """They took the dtypes of the target's layers: a RuntimeError with bitsandbytes, or a module of whole numbers."""
+    made = published("mimo")
+    model = made.loaded()
+    for layer in model.model.layers:
+        layer.mlp.up_proj = Int8Linear(layer.mlp.up_proj)
+    engine = engine_of(model, spec=CHAIN)
+    stored = load_file(made.folder / "model.safetensors")["model.mtp_layers.0.mlp.up_proj.weight"]
+    assert torch.equal(engine.drafter.modules[0].layer.mlp.up_proj.weight, stored)
+    assert drafts_are_published(engine, Published(made.folder, made.shape, model, made.modules), texts(1, (7,)), 8)
 
 
 def test_auto_never_refuses_what_ran_before(published: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
