@@ -357,6 +357,20 @@ def test_which_modules_a_name_means(published: Any, tmp_path: Path) -> None:
         engine_of(tmp_path, "mtp")
 
 
+def test_modules_copied_beside_a_model_are_found(published: Any, tmp_path: Path) -> None:
+    """In a file of their own, which the index does not list; they were said to be missing. An adapter is no module."""
+    made = published("exaone4")
+    tensors = load_file(rewritten(made, tmp_path) / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    own = {key: tensors.pop(key) for key in list(tensors) if key.startswith("mtp.")}
+    files = {"model-00001-of-00001": tensors, "mtp": own, "adapter_model": {"base.model.layers.3.enorm": torch.ones(1)}}
+    for name, content in files.items():
+        save_file(content, tmp_path / f"{name}.safetensors", metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    assert drafts_are_published(engine_of(tmp_path, spec=CHAIN), made, texts(1, (5,)), 8, 4)
+
+
 FIRST = "mtp__layers__0__"
 
 

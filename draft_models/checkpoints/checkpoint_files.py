@@ -115,21 +115,27 @@ def _weight_files(folder: Path) -> list[Path]:
             return [folder / name]
         if (index := folder / f"{name}.index.json").is_file():
             return sorted(set(_weight_map(index).values()))
-        if found := [file for file in sorted(folder.glob(others)) if not file.name.startswith("adapter_")]:
+        if found := [file for file in sorted(folder.glob(others)) if not is_adapter(file)]:
             return found
     raise CheckpointError("there is no *.safetensors and no pytorch_model*.bin")
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor of a checkpoint, by tensor name. Reads no tensor. Empty without safetensors. Raises
+    """The file of each tensor of a checkpoint, by tensor name: as its index says, and in files that the index does not
+    list, as where MTP modules were copied beside a model. Reads no tensor. Empty without safetensors. Raises
     CheckpointError."""
-    for index in folder.glob("model.safetensors.index.json"):
-        return _weight_map(index)
-    named: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with _reading(path), safe_open(path, "pt") as opened:
-            named |= dict.fromkeys(opened.keys(), path)
-    return named
+    index, named = folder / "model.safetensors.index.json", dict[str, Path]()
+    listed = _weight_map(index) if index.is_file() else {}
+    for path in sorted({*folder.glob("*.safetensors")} - {*listed.values()}):
+        if not is_adapter(path):
+            with _reading(path), safe_open(path, "pt") as opened:
+                named |= dict.fromkeys(opened.keys(), path)
+    return named | listed
+
+
+def is_adapter(file: Path) -> bool:
+    """Is this an adapter of peft, by its name?"""
+    return file.name.startswith("adapter_")
 
 
 def stored_tensor(file: Path, name: str) -> torch.Tensor:
