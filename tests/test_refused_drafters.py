@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,7 +133,7 @@ DOES_NOT_FIT: dict[str, list[tuple[dict[str, Any], str]]] = {
         (NO_HEAD | {"has_lm_head": True, "draft_vocab_size": None}, "has_lm_head=True, but .*lm_head.*, says False"),
         ({"d2t": None}, "lm_head has 20 rows, the target 60 tokens, and there is no d2t"),
         ({"lm_head.weight": None}, "d2t maps 20 draft tokens, lm_head has no rows"),
-        ({"d2t": IDS, "t2d": None}, r"tokens 0\.\.76, .* offsets, not ids"),
+        ({"d2t": IDS, "t2d": None}, r"tokens 0\.\.76, .* another target's, or .* offsets are expected"),
         ({"d2t": -torch.arange(20), "t2d": None}, "two draft tokens to one"),
         ({"t2d": torch.arange(60) % 3 == 1}, "d2t and t2d disagree"),
         # sizes
@@ -256,6 +257,15 @@ def test_a_head_of_another_width_needs_a_table(tmp_path) -> None:
     change_drafter(tmp_path, {"embed_tokens.weight": None})
     with pytest.raises(CheckpointError, match=r"tensor embed_tokens.weight is missing; config.json has hidden_size=20"):
         read_head(tmp_path, TARGET)
+
+
+@pytest.mark.parametrize("width", [8, 24, 32])
+def test_a_head_for_a_target_of_another_width_names_both(width, tmp_path) -> None:
+    """It was said to be trained on other states, which no choice of states mends."""
+    change_drafter(write_drafter("SpecForge", tmp_path), {"target_hidden_size": None})
+    says = f"made for a target of hidden size 16 .* reads 3 states.*, target target has {width}"
+    with pytest.raises(CheckpointError, match=says):
+        read_head(tmp_path, SimpleNamespace(**{**vars(TARGET), "hidden_size": width}))  # type: ignore[arg-type]
 
 
 def test_folders_that_are_no_heads(tmp_path) -> None:

@@ -268,8 +268,8 @@ def take_target_ids(state: dict[str, torch.Tensor], target: TargetInfo) -> torch
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= target.vocab_size:
         raise CheckpointError(
-            f"d2t leads to tokens {low}..{high}, target {target.name} has {target.vocab_size}; d2t must hold offsets, "
-            "not ids"
+            f"d2t leads to tokens {low}..{high}, target {target.name} has {target.vocab_size}; the drafter is another "
+            "target's, or its d2t holds ids, where offsets are expected"
         )
     if len(ids.unique()) != len(ids):
         raise CheckpointError("d2t leads two draft tokens to one target token")

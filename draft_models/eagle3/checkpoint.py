@@ -202,6 +202,7 @@ def _make_spec(files: HeadFiles, target: TargetInfo, aux_layers: Sequence[int] |
             "use_last_layernorm=True, but norm_output=False at the top level means that lm_head reads states without "
             "a norm; put norm_output into eagle_config if it is about the next draft step"
         )
+    _require_width(settings["hidden_size"], state.get("fc.weight"), len(ids), target)
     same_width = settings["hidden_size"] == target.hidden_size
     spec = Eagle3Spec(
         **files.fields(),
@@ -228,3 +229,16 @@ def _make_spec(files: HeadFiles, target: TargetInfo, aux_layers: Sequence[int] |
     if spec.norm_before_fc and spec.fc_norm:
         raise CheckpointError("norm_before_fc=True and fc_norm=True; a head has one or the other")
     return spec
+
+
+def _require_width(hidden_size: int, fc: torch.Tensor | None, num_states: int, target: TargetInfo) -> None:
+    """Raise CheckpointError if `fc` [H, states * W] was made for states of another width than the target's."""
+    if fc is None or not num_states or fc.shape[-1] % num_states:
+        return
+    width = fc.shape[-1] // num_states
+    other_states = fc.shape[-1] % target.hidden_size == 0 and width != hidden_size  # or more or fewer of the same width
+    if width != target.hidden_size and not other_states:
+        raise CheckpointError(
+            f"the head was made for a target of hidden size {width} (fc.weight reads {num_states} states), target "
+            f"{target.name} has {target.hidden_size}; give the target that it was trained with"
+        )
