@@ -388,6 +388,8 @@ CONVENTIONS, INDEX = "mtp_conventions.json", "model.safetensors.index.json"
         ({f"{FIRST}embed_tokens__weight": torch.ones(6, 16)}, "", "", r"embed\.weight is \[6, 16\], not \[6, 32\]"),
         ({f"{FIRST}embed_tokens__weight": torch.ones(4, 32)}, "", "", r"embed\.weight is \[4, 32\], not \[6, 32\]"),
         ({f"{FIRST}shared_head__head__weight": torch.ones(9, 32)}, "", "", r"head\.weight is \[9, 32\], not \[6, 32\]"),
+        # read as if it were not there, so that modules drafted without their norm
+        ({"mtp__final_norm__weight": torch.ones(32)}, "", "", r"mtp\.final_norm\.weight belongs to no part of a"),
         *(({}, INDEX, text, "cannot be read") for text in ("{", "[]", '{"weight_map": {"lm_head.weight": 3}}')),
         # files that a user writes: another layer or type was an IndexError, and "no" was yes
         ({}, CONVENTIONS, "{", "cannot be read: Expecting"),
@@ -417,6 +419,24 @@ def test_a_padded_embedding_of_a_modules_own_is_read(published: Any, tmp_path: P
     assert torch.equal(engine.drafter.modules[0].embed.weight, table)
 
 
+def test_a_module_has_the_embedding_and_the_head_under_mtp(published: Any, tmp_path: Path) -> None:
+    """`mtp.embed_tokens` and `mtp.lm_head` were not read: the module drafted with the target's."""
+    made, random = published("exaone4"), torch.Generator().manual_seed(1)
+    own = {part: torch.randn((6, 32), generator=random) for part in (EMBED, HEAD)}
+    tables = {"mtp__layers__0__self_attn__rotary_emb__inv_freq": torch.ones(4)}  # some exports have them
+    rewritten(made, tmp_path, mtp__embed_tokens__weight=own[EMBED], mtp__lm_head__weight=own[HEAD], **tables)
+    [(parts, block)] = made.modules
+    made = made._replace(folder=tmp_path, modules=[(parts | own, block)])
+    assert drafts_are_published(engine_of(made, spec=CHAIN), made, texts(1, (5,)), 8, 4)
+
+
+def test_a_module_that_is_missing_between_others_is_named(published: Any, tmp_path: Path) -> None:
+    """The third was taken for the second."""
+    made = published("glm4_moe-3")
+    with pytest.raises(CheckpointError, match=r"of its MTP modules up to 2 there is no 1; give a checkpoint"):
+        engine_of(made, rewritten(made, tmp_path, dropped="model.layers.3."))
+
+
 @pytest.mark.parametrize(
     ("name", "layers"),
     [
@@ -436,7 +456,7 @@ def test_layers_of_a_longer_model_are_no_modules(published: Any, caplog: pytest.
     names = load_file(made.folder / "model.safetensors").keys()
     assert [len(module_tensors([*names, "model.tower.layers.40.fc1.weight"], layers)) for layers in (2, 3)] == [1, 1]
     left = [name for name in names if not name.startswith("mtp.")]
-    assert module_tensors(left, 2) == [] != module_tensors(["mtp.layers.0.mlp.up_proj.weight"], 2)
+    assert module_tensors(left, 2) == {} != module_tensors(["mtp.layers.0.mlp.up_proj.weight"], 2)
     model = Exaone4ForCausalLM.from_pretrained(made.folder, num_hidden_layers=2, layer_types=["full_attention"] * 2)
     with caplog.at_level("WARNING"):
         assert engine_of(model, "auto").drafter.name == "mtp"
