@@ -15,10 +15,10 @@ from drafter_folders import IDS, SPEC, TARGET, change_drafter, fresh, read_draft
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 
-from specdec.draft_models.checkpoints.drafter_formats import AUX_IDS, HARMLESS, SPECFORGE, is_eagle3_config
+from specdec.draft_models.checkpoints.drafter_formats import AUX_IDS, HARMLESS, OUTPUT_IDS, SPECFORGE, is_eagle3_config
 from specdec.draft_models.eagle3.checkpoint import read_head, resolve_aux_ids, write_head
 from specdec.draft_models.eagle3.head import Eagle3Spec
-from specdec.errors import UnsupportedModelError
+from specdec.errors import CheckpointError, UnsupportedModelError
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 6, "vocab_size": 60}
@@ -53,6 +53,7 @@ NESTED = "eagle_config"
         ({AUX_IDS: [1, 15, 28]}, 32, None, (1, 15, 28), False),  # the top level is never shifted
         ({AUX_IDS: None, NESTED: None}, 12, None, (2, 6, 9), True),
         ({AUX_IDS: [0, 1, 12]}, 12, None, (0, 1, 12), False),
+        ({OUTPUT_IDS: [1, 9, 17, 25, 33]}, 36, None, (2, 10, 18, 26, 34), False),  # deepseek-ai: outputs
         ({NESTED: {AUX_IDS: [1, 5, 11]}}, 12, None, (2, 6, 12), False),  # output of the last layer
     ],
 )
@@ -280,6 +281,23 @@ def test_an_assumed_residual_of_speculators_is_a_warning(said, warns, tmp_path, 
     change_drafter(write_drafter("speculators", tmp_path), said)
     assert read_drafter("speculators", tmp_path).norm_before_residual is False
     assert ("no norm_before_residual: it is read as false" in caplog.text) is warns
+
+
+def test_a_head_of_deepseek_is_read(tmp_path: Path) -> None:
+    """Its config.json is its target's, with the layers whose outputs it reads; it has copies of both vocabularies."""
+    spec = replace(SPEC, aux_layers=(2, 4, 6), draft_vocab_size=60, owns_embed=True, qk_norm=True)
+    write_head(tmp_path, fresh(spec), TARGET)
+    tensors = {key.replace("midlayer", "layers.0"): t for key, t in load_file(tmp_path / "model.safetensors").items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = Qwen3Config(**SIZES, rms_norm_eps=spec.rms_norm_eps).to_dict()
+    config |= {"architectures": ["Qwen3Eagle3Model"], OUTPUT_IDS: [1, 3, 5]}
+    config |= {"num_target_layers": 8, "ttt_length": 7, "step_loss_decay": 0.8, "draft_num_hidden_layers": 1}
+    config |= {"target_model_name_or_path": "Qwen/Qwen3-4B", "layer_types": ["full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert replace(read_drafter("SpecForge", tmp_path), max_position_embeddings=spec.max_position_embeddings) == spec
+    change_drafter(tmp_path, {"num_target_layers": 9})
+    with pytest.raises(CheckpointError, match="num_target_layers=9, but target target says 8"):
+        read_head(tmp_path, TARGET)
 
 
 def test_a_head_on_the_final_state(folder) -> None:
