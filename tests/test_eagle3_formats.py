@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from drafter_folders import IDS, SPEC, TARGET, change_drafter, fresh, read_drafter, write_drafter
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 
-from specdec.draft_models.checkpoints.drafter_formats import AUX_IDS, HARMLESS, SPECFORGE, is_eagle3_config
+from specdec.draft_models.checkpoints.drafter_formats import AUX_IDS, HARMLESS, OUTPUT_IDS, SPECFORGE, is_eagle3_config
 from specdec.draft_models.eagle3.checkpoint import read_head, resolve_aux_ids, write_head
 from specdec.draft_models.eagle3.head import Eagle3Spec
-from specdec.errors import UnsupportedModelError
+from specdec.errors import CheckpointError, UnsupportedModelError
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 6, "vocab_size": 60}
@@ -53,6 +53,7 @@ NESTED = "eagle_config"
         ({AUX_IDS: [1, 15, 28]}, 32, None, (1, 15, 28), False),  # the top level is never shifted
         ({AUX_IDS: None, NESTED: None}, 12, None, (2, 6, 9), True),
         ({AUX_IDS: [0, 1, 12]}, 12, None, (0, 1, 12), False),
+        ({OUTPUT_IDS: [1, 9, 17, 25, 33]}, 36, None, (2, 10, 18, 26, 34), False),  # deepseek-ai: outputs
         ({NESTED: {AUX_IDS: [1, 5, 11]}}, 12, None, (2, 6, 12), False),  # output of the last layer
     ],
 )
@@ -139,6 +140,20 @@ def test_pytorch_files_and_prefixes(folder: Path) -> None:
     assert read_drafter("SpecForge", folder) == SPEC
 
 
+def test_files_beside_the_weights_are_no_part_of_a_head(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """ModelOpt writes an adapter of the target next to a head that was trained with it; trainers leave other files."""
+    assert read_drafter("SpecForge", folder) == SPEC and not caplog.records
+    others = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 3)}
+    for name in ("adapter_model.safetensors", "export.safetensors"):
+        save_file(others, folder / name)
+    (folder / "adapter_config.json").write_text("{}")
+    assert read_drafter("SpecForge", folder) == SPEC
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "by peft" in caplog.text
+    (folder / "export.safetensors").unlink()
+    (folder / "model.safetensors").rename(folder / "head.safetensors")
+    assert read_drafter("SpecForge", folder) == SPEC
+
+
 def test_legacy_names_of_state_norms(folder: Path) -> None:
     names = {f"aux_norm_{part}.weight": torch.full((16,), float(i)) for i, part in enumerate(("low", "mid", "high"))}
     norms = read_head(change_drafter(folder, {"fc_norm": True, **names}), TARGET).state_dict()
@@ -174,6 +189,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 LLAMA3 |= {"original_max_position_embeddings": 64}
 BOTH = {"rope_scaling": LLAMA3, "rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "rope_theta": 5e5}
 DEFAULT = {"rope_type": "default", "rope_theta": 1e6}
+MROPE = DEFAULT | {"mrope_section": [1, 1, 1]}
 
 
 @pytest.mark.parametrize(
@@ -183,6 +199,7 @@ DEFAULT = {"rope_type": "default", "rope_theta": 1e6}
         ({"rope_theta": 500000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}, LINEAR),
         ({"rope_theta": 10000.0, "rope_parameters": DEFAULT}, DEFAULT),
         (BOTH, LLAMA3 | {"rope_theta": 5e5}),  # as SpecForge exports it
+        ({"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}}, MROPE),  # Qwen2.5-VL
     ],
 )
 def test_rope_spellings(config, rope, folder) -> None:
@@ -210,11 +227,12 @@ PADDED = torch.zeros(64, dtype=torch.bool).index_fill_(0, IDS, True)
         {"vocab_size": 64, "t2d": PADDED},  # a vocabulary that is padded beyond the target's
         {"model_type": "qwen2", "max_window_layers": 64},  # SpecForge's for QwQ 32B and Phi 4: layers of Llama
         {"model_type": "phi3"},
+        {"architectures": ["Eagle3LlamaForCausalLM"], "use_mrope": False, "modal_type": "VLM"},  # AngelSlim's
         {"num_hidden_layers": len(TARGET.layout.layers)},  # Vicuna 13B's, whose config.json counts its target's
         dict.fromkeys([*HARMLESS, "torch_dtype", "bos_token_id", "num_experts", "attention_dropout"], 7)
         | {"architectures": ["LlamaForCausalLMEagle3"]},
     ],
-    ids=["NVIDIA", "head_dim", "padded", "qwen2", "phi3", "target's layers", "harmless"],
+    ids=["NVIDIA", "head_dim", "padded", "qwen2", "phi3", "AngelSlim", "target's layers", "harmless"],
 )
 def test_what_changes_nothing_is_accepted(changes, folder) -> None:
     assert changed(folder, changes) == SPEC
@@ -263,6 +281,23 @@ def test_an_assumed_residual_of_speculators_is_a_warning(said, warns, tmp_path, 
     change_drafter(write_drafter("speculators", tmp_path), said)
     assert read_drafter("speculators", tmp_path).norm_before_residual is False
     assert ("no norm_before_residual: it is read as false" in caplog.text) is warns
+
+
+def test_a_head_of_deepseek_is_read(tmp_path: Path) -> None:
+    """Its config.json is its target's, with the layers whose outputs it reads; it has copies of both vocabularies."""
+    spec = replace(SPEC, aux_layers=(2, 4, 6), draft_vocab_size=60, owns_embed=True, qk_norm=True)
+    write_head(tmp_path, fresh(spec), TARGET)
+    tensors = {key.replace("midlayer", "layers.0"): t for key, t in load_file(tmp_path / "model.safetensors").items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = Qwen3Config(**SIZES, rms_norm_eps=spec.rms_norm_eps).to_dict()
+    config |= {"architectures": ["Qwen3Eagle3Model"], OUTPUT_IDS: [1, 3, 5]}
+    config |= {"num_target_layers": 8, "ttt_length": 7, "step_loss_decay": 0.8, "draft_num_hidden_layers": 1}
+    config |= {"target_model_name_or_path": "Qwen/Qwen3-4B", "layer_types": ["full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert replace(read_drafter("SpecForge", tmp_path), max_position_embeddings=spec.max_position_embeddings) == spec
+    change_drafter(tmp_path, {"num_target_layers": 9})
+    with pytest.raises(CheckpointError, match="num_target_layers=9, but target target says 8"):
+        read_head(tmp_path, TARGET)
 
 
 def test_a_head_on_the_final_state(folder) -> None:

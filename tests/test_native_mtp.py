@@ -18,6 +18,7 @@ from packed_checkpoints import FORMS as STORED
 from packed_checkpoints import quantise, set_config
 from safetensors.torch import load_file, save_file
 from split_engines import use_peers
+from torch import nn
 from transformers import AutoModelForCausalLM, Exaone4ForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
@@ -356,6 +357,20 @@ def test_which_modules_a_name_means(published: Any, tmp_path: Path) -> None:
         engine_of(tmp_path, "mtp")
 
 
+def test_modules_copied_beside_a_model_are_found(published: Any, tmp_path: Path) -> None:
+    """In a file of their own, which the index does not list; they were said to be missing. An adapter is no module."""
+    made = published("exaone4")
+    tensors = load_file(rewritten(made, tmp_path) / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    own = {key: tensors.pop(key) for key in list(tensors) if key.startswith("mtp.")}
+    files = {"model-00001-of-00001": tensors, "mtp": own, "adapter_model": {"base.model.layers.3.enorm": torch.ones(1)}}
+    for name, content in files.items():
+        save_file(content, tmp_path / f"{name}.safetensors", metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    assert drafts_are_published(engine_of(tmp_path, spec=CHAIN), made, texts(1, (5,)), 8, 4)
+
+
 FIRST = "mtp__layers__0__"
 
 
@@ -373,6 +388,8 @@ CONVENTIONS, INDEX = "mtp_conventions.json", "model.safetensors.index.json"
         ({f"{FIRST}embed_tokens__weight": torch.ones(6, 16)}, "", "", r"embed\.weight is \[6, 16\], not \[6, 32\]"),
         ({f"{FIRST}embed_tokens__weight": torch.ones(4, 32)}, "", "", r"embed\.weight is \[4, 32\], not \[6, 32\]"),
         ({f"{FIRST}shared_head__head__weight": torch.ones(9, 32)}, "", "", r"head\.weight is \[9, 32\], not \[6, 32\]"),
+        # read as if it were not there, so that modules drafted without their norm
+        ({"mtp__final_norm__weight": torch.ones(32)}, "", "", r"mtp\.final_norm\.weight belongs to no part of a"),
         *(({}, INDEX, text, "cannot be read") for text in ("{", "[]", '{"weight_map": {"lm_head.weight": 3}}')),
         # files that a user writes: another layer or type was an IndexError, and "no" was yes
         ({}, CONVENTIONS, "{", "cannot be read: Expecting"),
@@ -402,6 +419,24 @@ def test_a_padded_embedding_of_a_modules_own_is_read(published: Any, tmp_path: P
     assert torch.equal(engine.drafter.modules[0].embed.weight, table)
 
 
+def test_a_module_has_the_embedding_and_the_head_under_mtp(published: Any, tmp_path: Path) -> None:
+    """`mtp.embed_tokens` and `mtp.lm_head` were not read: the module drafted with the target's."""
+    made, random = published("exaone4"), torch.Generator().manual_seed(1)
+    own = {part: torch.randn((6, 32), generator=random) for part in (EMBED, HEAD)}
+    tables = {"mtp__layers__0__self_attn__rotary_emb__inv_freq": torch.ones(4)}  # some exports have them
+    rewritten(made, tmp_path, mtp__embed_tokens__weight=own[EMBED], mtp__lm_head__weight=own[HEAD], **tables)
+    [(parts, block)] = made.modules
+    made = made._replace(folder=tmp_path, modules=[(parts | own, block)])
+    assert drafts_are_published(engine_of(made, spec=CHAIN), made, texts(1, (5,)), 8, 4)
+
+
+def test_a_module_that_is_missing_between_others_is_named(published: Any, tmp_path: Path) -> None:
+    """The third was taken for the second."""
+    made = published("glm4_moe-3")
+    with pytest.raises(CheckpointError, match=r"of its MTP modules up to 2 there is no 1; give a checkpoint"):
+        engine_of(made, rewritten(made, tmp_path, dropped="model.layers.3."))
+
+
 @pytest.mark.parametrize(
     ("name", "layers"),
     [
@@ -421,7 +456,7 @@ def test_layers_of_a_longer_model_are_no_modules(published: Any, caplog: pytest.
     names = load_file(made.folder / "model.safetensors").keys()
     assert [len(module_tensors([*names, "model.tower.layers.40.fc1.weight"], layers)) for layers in (2, 3)] == [1, 1]
     left = [name for name in names if not name.startswith("mtp.")]
-    assert module_tensors(left, 2) == [] != module_tensors(["mtp.layers.0.mlp.up_proj.weight"], 2)
+    assert module_tensors(left, 2) == {} != module_tensors(["mtp.layers.0.mlp.up_proj.weight"], 2)
     model = Exaone4ForCausalLM.from_pretrained(made.folder, num_hidden_layers=2, layer_types=["full_attention"] * 2)
     with caplog.at_level("WARNING"):
         assert engine_of(model, "auto").drafter.name == "mtp"
@@ -519,6 +554,30 @@ def test_modules_of_a_quantised_checkpoint_draft_as_their_values_do(
     rounding = {"rtol": 1e-5, "atol": 5e-5} if form == "fp8-channel" else {}
     torch.testing.assert_close(*measured, **rounding)
     assert ["PackedLinear" in each for each in kinds] == [stored == "packed", False]
+
+
+class Int8Linear(nn.Module):
+    """A linear layer in whole numbers and one scale, such as bitsandbytes and others put into a model."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.scale = linear.weight.data.abs().max() / 127
+        self.weight = nn.Parameter((linear.weight.data / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight * self.scale)
+
+
+def test_modules_of_a_target_in_whole_numbers_stay_floating(published: Any) -> None:
+    """They took the dtypes of the target's layers: a RuntimeError with bitsandbytes, or a module of whole numbers."""
+    made = published("mimo")
+    model = made.loaded()
+    for layer in model.model.layers:
+        layer.mlp.up_proj = Int8Linear(layer.mlp.up_proj)
+    engine = engine_of(model, spec=CHAIN)
+    stored = load_file(made.folder / "model.safetensors")["model.mtp_layers.0.mlp.up_proj.weight"]
+    assert torch.equal(engine.drafter.modules[0].layer.mlp.up_proj.weight, stored)
+    assert drafts_are_published(engine, Published(made.folder, made.shape, model, made.modules), texts(1, (7,)), 8)
 
 
 def test_auto_never_refuses_what_ran_before(published: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

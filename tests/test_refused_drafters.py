@@ -1,7 +1,9 @@
 """Drafters' folders that cannot be read as they are: each is refused by the name of what is wrong, in one sentence."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +62,7 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"dflash_config.selector_rank": 8}, "a DFlash2 drafter"),
         ({"dflash_config.projector_type": "dspark"}, "projector_type='dspark' .*as SpecForge trains them"),
         ({"speculators_model_type": "dflash2"}, "a DFlash2 drafter"),
+        ({"architectures": ["QwenDFlareDraftModel"]}, r"a DFlare drafter \(QwenDFlareDraftModel\)"),
         ({"speculators_model_type": "xpress"}, "a xpress drafter in speculators' format; .*eagle3, dflash and dspark"),
         ({"model_type": "laguna"}, "laguna layers .*Qwen3 and Gemma 4"),
         ({"dflash_config.attention_mode": "mla"}, "dflash_config.attention_mode='mla' is not known"),
@@ -130,7 +133,7 @@ DOES_NOT_FIT: dict[str, list[tuple[dict[str, Any], str]]] = {
         (NO_HEAD | {"has_lm_head": True, "draft_vocab_size": None}, "has_lm_head=True, but .*lm_head.*, says False"),
         ({"d2t": None}, "lm_head has 20 rows, the target 60 tokens, and there is no d2t"),
         ({"lm_head.weight": None}, "d2t maps 20 draft tokens, lm_head has no rows"),
-        ({"d2t": IDS, "t2d": None}, r"tokens 0\.\.76, .* offsets, not ids"),
+        ({"d2t": IDS, "t2d": None}, r"tokens 0\.\.76, .* another target's, or .* offsets are expected"),
         ({"d2t": -torch.arange(20), "t2d": None}, "two draft tokens to one"),
         ({"t2d": torch.arange(60) % 3 == 1}, "d2t and t2d disagree"),
         # sizes
@@ -256,6 +259,15 @@ def test_a_head_of_another_width_needs_a_table(tmp_path) -> None:
         read_head(tmp_path, TARGET)
 
 
+@pytest.mark.parametrize("width", [8, 24, 32])
+def test_a_head_for_a_target_of_another_width_names_both(width, tmp_path) -> None:
+    """It was said to be trained on other states, which no choice of states mends."""
+    change_drafter(write_drafter("SpecForge", tmp_path), {"target_hidden_size": None})
+    says = f"made for a target of hidden size 16 .* reads 3 states.*, target target has {width}"
+    with pytest.raises(CheckpointError, match=says):
+        read_head(tmp_path, SimpleNamespace(**{**vars(TARGET), "hidden_size": width}))  # type: ignore[arg-type]
+
+
 def test_folders_that_are_no_heads(tmp_path) -> None:
     def refuses(says: str) -> None:
         with pytest.raises(CheckpointError, match=says):
@@ -267,6 +279,10 @@ def test_folders_that_are_no_heads(tmp_path) -> None:
     write_drafter("SpecForge", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     refuses(r"no \*\.safetensors")
+    index = {"weight_map": {"norm.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    refuses(r"model-00001-of-00002\.safetensors is not there, though an index names it")
+    (tmp_path / "model.safetensors.index.json").unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(b"broken")
     refuses("cannot be read")
 

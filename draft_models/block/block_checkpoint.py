@@ -15,12 +15,13 @@ from specdec.draft_models.checkpoints.drafter_formats import (
     DFLASH_CONFIG,
     GEMMA4_BLOCK,
     HF_BLOCK,
+    OUTPUT_IDS,
     SPECULATORS_BLOCK,
     published_names,
 )
 from specdec.errors import CheckpointError, UnsupportedModelError, about
 
-OUTPUT_IDS, ENTERED_IDS = "target_layer_ids", "aux_hidden_state_layer_ids"
+ENTERED_IDS = "aux_hidden_state_layer_ids"
 
 
 def read_block(folder: str | Path, target: TargetInfo) -> BlockHead:

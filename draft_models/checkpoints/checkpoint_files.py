@@ -99,26 +99,43 @@ def is_unquantised(tensor: torch.Tensor) -> bool:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    if not files:
-        raise CheckpointError("there is no *.safetensors and no pytorch_model*.bin")
+    """The tensors of a drafter's folder. Raises CheckpointError."""
     tensors: dict[str, torch.Tensor] = {}
-    for file in files:
+    for file in _weight_files(folder):
         with _reading(file):
             tensors |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
     return tensors
 
 
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that transformers would read: the whole checkpoint, or its index's files; without both, any that are no
+    adapter. So nothing that lies beside the weights is read as a part of them."""
+    for name, others in (("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "pytorch_model*.bin")):
+        if (folder / name).is_file():
+            return [folder / name]
+        if (index := folder / f"{name}.index.json").is_file():
+            return sorted(set(_weight_map(index).values()))
+        if found := [file for file in sorted(folder.glob(others)) if not is_adapter(file)]:
+            return found
+    raise CheckpointError("there is no *.safetensors and no pytorch_model*.bin")
+
+
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor of a checkpoint, by tensor name. Reads no tensor. Empty without safetensors. Raises
+    """The file of each tensor of a checkpoint, by tensor name: as its index says, and in files that the index does not
+    list, as where MTP modules were copied beside a model. Reads no tensor. Empty without safetensors. Raises
     CheckpointError."""
-    for index in folder.glob("model.safetensors.index.json"):
-        return _weight_map(index)
-    named: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with _reading(path), safe_open(path, "pt") as opened:
-            named |= dict.fromkeys(opened.keys(), path)
-    return named
+    index, named = folder / "model.safetensors.index.json", dict[str, Path]()
+    listed = _weight_map(index) if index.is_file() else {}
+    for path in sorted({*folder.glob("*.safetensors")} - {*listed.values()}):
+        if not is_adapter(path):
+            with _reading(path), safe_open(path, "pt") as opened:
+                named |= dict.fromkeys(opened.keys(), path)
+    return named | listed
+
+
+def is_adapter(file: Path) -> bool:
+    """Is this an adapter of peft, by its name?"""
+    return file.name.startswith("adapter_")
 
 
 def stored_tensor(file: Path, name: str) -> torch.Tensor:
@@ -251,8 +268,8 @@ def take_target_ids(state: dict[str, torch.Tensor], target: TargetInfo) -> torch
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= target.vocab_size:
         raise CheckpointError(
-            f"d2t leads to tokens {low}..{high}, target {target.name} has {target.vocab_size}; d2t must hold offsets, "
-            "not ids"
+            f"d2t leads to tokens {low}..{high}, target {target.name} has {target.vocab_size}; the drafter is another "
+            "target's, or its d2t holds ids, where offsets are expected"
         )
     if len(ids.unique()) != len(ids):
         raise CheckpointError("d2t leads two draft tokens to one target token")

@@ -276,5 +276,6 @@ def read_rope(settings: HeadSettings, *, by_layer_type: bool) -> dict[str, Any]:
 
 
 def _rope_object(value: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The entries that are set; `type` gets its newer name."""
-    return {"rope_type" if key == "type" else key: v for key, v in (value or {}).items() if v is not None}
+    """The entries that are set; `type` gets its newer name, and "mrope" transformers' name of it."""
+    rope = {"rope_type" if key == "type" else key: v for key, v in (value or {}).items() if v is not None}
+    return rope | {"rope_type": "default"} if rope.get("rope_type") == "mrope" else rope

@@ -2,10 +2,10 @@
 
     format             published by                            recognised by                   keys stand in
     SPECFORGE          SafeAILab, SpecForge, lmsys, AngelSlim; an architecture with "eagle3",  the top level,
-                       NVIDIA ModelOpt                         or `draft_vocab_size`           EAGLE_CONFIG
+                       NVIDIA ModelOpt; deepseek-ai (Qwen3)    or `draft_vocab_size`           EAGLE_CONFIG
     SPECULATORS        RedHatAI                                `speculators_model_type` eagle3 the same, LAYER_CONFIG
-    BLOCK              z-lab (DFlash), JetSpec, deepseek-ai    `dflash_config`, an architec-   the top level,
-                       (DSpark for Qwen3)                      ture with "dflash" or "dspark"  DFLASH_CONFIG
+    BLOCK              z-lab, AngelSlim, ModelOpt (DFlash),    `dflash_config`, an architec-   the top level,
+                       JetSpec, deepseek-ai (DSpark, Qwen3)    ture with "dflash" or "dspark"  DFLASH_CONFIG
     GEMMA4_BLOCK       deepseek-ai (DSpark for Gemma 4)        the same, and `model_type`      the same
     SPECULATORS_BLOCK  RedHatAI (DFlash, DSpark)               `speculators_model_type`        the top level,
                                                                dflash or dspark                LAYER_CONFIG
@@ -14,6 +14,7 @@
     refused by name    z-lab, RedHatAI (DFlash2)               "dflash2", conv_*, selector_*
                        RedHatAI (P-EAGLE, xPress)              `speculators_model_type`
                        SpecForge (DSpark)                      `projector_type`
+                       AngelSlim (DFlare)                      an architecture with "dflare"
 
 To add a format, add a table here. If a key's meaning does not fit a table, code in its family's `checkpoint` reads it.
 `layout_of_config` gives the K/V that a head keeps, from its config.json alone.
@@ -27,7 +28,7 @@ from specdec.draft_models.checkpoints.checkpoint_files import COUNT, FLAG, INDEX
 from specdec.draft_models.checkpoints.config_reader import Config, Format, HeadFiles, Key, read_settings, read_windows
 from specdec.kvcache.layout import KVLayout
 
-AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+AUX_IDS, OUTPUT_IDS = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
 EAGLE_CONFIG, LAYER_CONFIG, DFLASH_CONFIG = "eagle_config", "transformer_layer_config", "dflash_config"
 QWEN3_TYPES, GEMMA4_TYPES = ("qwen3",), ("gemma4_text", "gemma4_unified_text")
 HF_BLOCK_TYPES, SPECULATORS_BLOCK_TYPES = ("muse_glimmer_assistant",), ("dflash", "dspark")
@@ -36,7 +37,8 @@ HARMLESS_NAMES = """
 what recognises a format (`Format.matches`), training, precision, serving:
     architectures chunk_size_feed_forward embed_requires_grad enable_sp_ulysses has_no_defaults_at_init is_decoder
     initializer_range model_max_length num_eagle_features parallel_draft_heads_num_layers attn_implementation auto_map
-    pretraining_tp target_model_type use_bfloat16 use_cache
+    attention_backend draft_num_hidden_layers loss_decay_gamma modal_type pretraining_tp step_loss_decay
+    target_model_type ttt_length use_bfloat16 use_cache
 generation and output, which old releases of transformers kept in every config:
     bad_words_ids diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size num_beam_groups num_beams
     exponential_decay_length_penalty length_penalty max_length min_length no_repeat_ngram_size num_return_sequences
@@ -72,6 +74,7 @@ LAYER_KEYS: dict[str, Key] = {
     **dict.fromkeys(("max_window_layers", "rope_theta"), Key(NUMBER)),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), Key(OBJECT)),
     **dict.fromkeys(("layer_types", "model_type", "sliding_window"), Key()),
+    "use_mrope": Key(only=(False,)),
     # compared with the tensors and the target
     **dict.fromkeys(("vocab_size", "num_hidden_layers", "target_hidden_size"), Key(COUNT)),
 }
@@ -83,7 +86,8 @@ EAGLE3_KEYS: dict[str, Key] = LAYER_KEYS | {
     **dict.fromkeys(
         ("use_aux_hidden_state", "use_last_layernorm", "attention_bias", "mlp_bias", "has_lm_head"), Key(FLAG)
     ),
-    **dict.fromkeys(("draft_vocab_size", "num_aux_hidden_states"), Key(COUNT)),
+    **dict.fromkeys(("draft_vocab_size", "num_aux_hidden_states", "num_target_layers"), Key(COUNT)),
+    OUTPUT_IDS: Key(LIST, places=("",)),
     **dict.fromkeys(("query_pre_attn_scalar", "rotary_dim"), Key(NUMBER)),
     **dict.fromkeys((LAYER_CONFIG, EAGLE_CONFIG), Key(OBJECT)),
     # their meaning depends on their place: `resolve_aux_ids`, `read_norm_output`
@@ -104,7 +108,7 @@ BLOCK_KEYS: dict[str, Key] = LAYER_KEYS | {
     "mask_token_id": Key(INDEX, "mask_token", required=True),
     "attention_bias": Key(FLAG),
     "final_logit_softcapping": Key(POSITIVE, "softcap"),
-    "target_layer_ids": Key(LIST),
+    OUTPUT_IDS: Key(LIST),
     "num_target_layers": Key(COUNT),
     "markov_rank": Key(INDEX),
     "markov_head_type": Key(TEXT),
@@ -168,6 +172,11 @@ def why_refused_block(config: Config) -> str | None:
             f"a DFlash2 drafter ({names}); specdec does not run its convolution and its candidate selector; use a "
             "DFlash, DSpark or JetSpec drafter of the same target"
         )
+    if "dflare" in published_names(config):
+        return (
+            f"a DFlare drafter ({names}); specdec does not run its layers, each of which has its own mixture of target "
+            "states; use a DFlash, DSpark or JetSpec drafter of the same target"
+        )
     if reason := why_refused_speculator(config):
         return reason
     if projector := keys.get("projector_type"):
@@ -230,7 +239,7 @@ SPECULATORS_BLOCK = replace(
     matches=is_speculators,
     places=(LAYER_CONFIG,),
     layers=(*QWEN3_TYPES, "llama"),  # speculators builds Qwen3 layers from both
-    keys={name: key for name, key in BLOCK_KEYS.items() if name not in ("target_layer_ids", DFLASH_CONFIG)}
+    keys={name: key for name, key in BLOCK_KEYS.items() if name not in (OUTPUT_IDS, DFLASH_CONFIG)}
     | {"aux_hidden_state_layer_ids": Key(LIST), "model_type": Key(places=(LAYER_CONFIG,)), LAYER_CONFIG: Key(OBJECT)}
     | dict.fromkeys(("sample_from_anchor", "sliding_window_non_causal"), Key(FLAG))
     | {"draft_vocab_size": Key(COUNT)},
@@ -244,7 +253,7 @@ HF_BLOCK = replace(
     matches=lambda config: config.get("model_type") in HF_BLOCK_TYPES,
     places=(),
     layers=HF_BLOCK_TYPES,
-    keys=LAYER_KEYS | {name: BLOCK_KEYS[name] for name in ("block_size", "mask_token_id", "target_layer_ids")},
+    keys=LAYER_KEYS | {name: BLOCK_KEYS[name] for name in ("block_size", "mask_token_id", OUTPUT_IDS)},
     tensors=((r"^model\.", ""), (r"^encoder\.fc\.", "fc."), (r"^encoder\.output_norm_enc\.", "hidden_norm.")),
     sees_edge=True,
 )

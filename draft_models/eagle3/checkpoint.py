@@ -14,7 +14,13 @@ import torch
 from specdec.draft_models.base import TargetInfo
 from specdec.draft_models.checkpoints.checkpoint_files import fill_head, take_target_ids, write_folder
 from specdec.draft_models.checkpoints.config_reader import Config, HeadFiles, read_files, read_rope, read_windows
-from specdec.draft_models.checkpoints.drafter_formats import AUX_IDS, EAGLE3_FORMATS, EAGLE_CONFIG, is_speculators
+from specdec.draft_models.checkpoints.drafter_formats import (
+    AUX_IDS,
+    EAGLE3_FORMATS,
+    EAGLE_CONFIG,
+    OUTPUT_IDS,
+    is_speculators,
+)
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.errors import CheckpointError, UnsupportedModelError, about
 
@@ -58,6 +64,12 @@ def read_head(folder: str | Path, target: TargetInfo, aux_layers: Sequence[int] 
             says = ", ".join(f"{key}={settings[key]}" for key in SHAPING if key in settings)
             raise CheckpointError(f"{error}{hint}; config.json has {says}") from error
         head.target_ids = target_ids
+        if (Path(folder) / "adapter_config.json").is_file():
+            logger.warning(
+                "%s has an adapter beside the head, which was trained with it on the target: without the adapter fewer "
+                "drafts are accepted; load the target with it by peft, and give that model as target",
+                folder,
+            )
         return head
 
 
@@ -103,8 +115,8 @@ def resolve_aux_ids(config: Config, num_layers: int, override: Sequence[int] | N
     means the output of the last layer.
 
     The caller's ids come first, then those at the top level (boundaries), then those in `eagle_config`. The latter are
-    boundaries if they contain n or begin with 2; otherwise they name layers by their output, so 1 is added. Default,
-    with a warning: 2, n // 2, n - 3, which is [1, n // 2 - 1, n - 4] by output.
+    boundaries if they contain n or begin with 2; otherwise they name layers by their output, so 1 is added, as to
+    `target_layer_ids`. Default, with a warning: 2, n // 2, n - 3, which is [1, n // 2 - 1, n - 4] by output.
     """
     nested, where, shift = (config.get(EAGLE_CONFIG) or {}).get(AUX_IDS), AUX_IDS, 0
     ids: list[Any]
@@ -118,6 +130,8 @@ def resolve_aux_ids(config: Config, num_layers: int, override: Sequence[int] | N
         if shift and ids[0] != 1:
             hint = "%s=%s is read as layers' outputs; if acceptance is near zero, try eagle3_drafter(aux_layers=%s)"
             logger.warning(hint, where, ids, ids)
+    elif config.get(OUTPUT_IDS):
+        ids, where, shift = config[OUTPUT_IDS], OUTPUT_IDS, 1
     else:
         ids, where = [2, num_layers // 2, num_layers - 3], "the default"
         logger.warning(
@@ -179,6 +193,7 @@ def _make_spec(files: HeadFiles, target: TargetInfo, aux_layers: Sequence[int] |
         ("vocab_size", "t2d"): t2d,
         ("draft_vocab_size", "lm_head"): head,
         ("num_aux_hidden_states", "the list of states"): len(ids) or None,
+        ("num_target_layers", f"target {target.name}"): len(target.layout.layers),
         ("has_lm_head", "the file, by its lm_head.weight,"): False if head is None else None,
     }
     if settings.get("num_hidden_layers") == len(target.layout.layers):
@@ -196,6 +211,7 @@ def _make_spec(files: HeadFiles, target: TargetInfo, aux_layers: Sequence[int] |
             "use_last_layernorm=True, but norm_output=False at the top level means that lm_head reads states without "
             "a norm; put norm_output into eagle_config if it is about the next draft step"
         )
+    _require_width(settings["hidden_size"], state.get("fc.weight"), len(ids), target)
     same_width = settings["hidden_size"] == target.hidden_size
     spec = Eagle3Spec(
         **files.fields(),
@@ -222,3 +238,16 @@ def _make_spec(files: HeadFiles, target: TargetInfo, aux_layers: Sequence[int] |
     if spec.norm_before_fc and spec.fc_norm:
         raise CheckpointError("norm_before_fc=True and fc_norm=True; a head has one or the other")
     return spec
+
+
+def _require_width(hidden_size: int, fc: torch.Tensor | None, num_states: int, target: TargetInfo) -> None:
+    """Raise CheckpointError if `fc` [H, states * W] was made for states of another width than the target's."""
+    if fc is None or not num_states or fc.shape[-1] % num_states:
+        return
+    width = fc.shape[-1] // num_states
+    other_states = fc.shape[-1] % target.hidden_size == 0 and width != hidden_size  # or more or fewer of the same width
+    if width != target.hidden_size and not other_states:
+        raise CheckpointError(
+            f"the head was made for a target of hidden size {width} (fc.weight reads {num_states} states), target "
+            f"{target.name} has {target.hidden_size}; give the target that it was trained with"
+        )

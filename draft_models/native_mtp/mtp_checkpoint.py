@@ -50,17 +50,20 @@ PLACES = (
     r"mtp_block\.(?P<module>\d+)\.(?P<name>.+)",
     r"(?P<name>mtp_(?:emb_norm|hidden_norm|linear_proj))\.(?P<module>\d+)(?P<end>\..+)",
     r"mtp\.layers\.(?P<module>\d+)\.(?P<name>.+)",
-    r"mtp\.(?P<name>(?:fc|pre_fc_norm_embedding|pre_fc_norm_hidden|norm)\..+)",  # of the one module
+    r"mtp\.(?P<name>(?:fc|pre_fc_norm_embedding|pre_fc_norm_hidden|norm|embed_tokens|lm_head)\..+)",  # of a single one
 )
 """Places of a module's tensors, after any prefix. `module` is the module's number; `layer` continues the target's
 numbering."""
+OF_ANY_MODULE = r"(?:.+\.)?mtp(?:_\w+)?\..+"
+NOT_READ = r"vis(?:ion|ual)|audio|\.rotary_emb\."
+"""Parts of names: of other towers, and of tables that are computed."""
 
 PARTS = {
     "enorm": ("enorm", "token_layernorm", "pre_fc_norm_embedding", "mtp_emb_norm"),
     "hnorm": ("hnorm", "hidden_layernorm", "pre_fc_norm_hidden", "mtp_hidden_norm"),
     "proj": ("eh_proj", "input_proj", "fc", "mtp_linear_proj"),
     "norm": ("shared_head.norm", "final_layernorm", "norm"),
-    "head": ("shared_head.head", "shared_head.output"),
+    "head": ("shared_head.head", "shared_head.output", "lm_head"),
     "embed": ("embed_tokens",),
 }
 """Parts of a module by the names in checkpoints; all other tensors belong to its block."""
@@ -69,8 +72,9 @@ PART_OF = {name: part for part, names in PARTS.items() for name in names}
 REQUIRED = ("enorm", "hnorm", "proj")
 
 
-def module_tensors(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
-    """File names of each module's tensors by place, such as "enorm.weight" or "block.mlp.up_proj.weight".
+def module_tensors(names: Iterable[str], num_layers: int) -> dict[int, dict[str, str]]:
+    """File names of each module's tensors, by its number and by place, such as "enorm.weight" or
+    "block.mlp.up_proj.weight".
 
     num_layers: layers of the target; modules that are named like layers are counted after these.
     """
@@ -78,14 +82,28 @@ def module_tensors(names: Iterable[str], num_layers: int) -> list[dict[str, str]
     for key in names:
         for place in PLACES:
             found = re.fullmatch(rf"(?:.+\.)??{place}", key)
-            if found is None or re.search("vis(?:ion|ual)|audio", key):
+            if found is None or re.search(NOT_READ, key):
                 continue
             groups = found.groupdict()
             number = int(groups["layer"]) - num_layers if groups.get("layer") else int(groups.get("module") or 0)
             if number >= 0 and (place is not PLACES[0] or ".mtp" not in f".{key}"):
                 modules.setdefault(number, {})[_place(groups["name"] + (groups.get("end") or ""))] = key
                 break
-    return [modules[number] for number in sorted(modules) if _is_module(modules[number])]
+    return {number: modules[number] for number in sorted(modules) if _is_module(modules[number])}
+
+
+def _require_whole(keys: Iterable[str], modules: Mapping[int, Mapping[str, str]]) -> None:
+    """Raise if a module is missing between others, or if a tensor of modules would not be read: without it, they would
+    draft as other modules than these."""
+    numbers = list(modules)
+    if missing := [str(number) for number in range(numbers[0], numbers[-1]) if number not in modules]:
+        raise CheckpointError(
+            f"of its MTP modules up to {numbers[-1]} there is no {', '.join(missing)}; give a checkpoint that has all"
+        )
+    read = {key for names in modules.values() for key in names.values()}
+    for key in keys:
+        if key not in read and re.fullmatch(OF_ANY_MODULE, key) and not re.search(NOT_READ, key):
+            raise UnsupportedModelError(f"its MTP tensor {key} belongs to no part of a module that specdec knows")
 
 
 def _is_module(names: Mapping[str, str]) -> bool:
@@ -124,9 +142,10 @@ def native_mtp_drafter(
         modules = module_tensors(files, len(target.layout.layers))
         if not modules:
             raise no_modules()
+        _require_whole(files, modules)
         family = family or conventions_of(folder, target)
         decoder = decoder_on_device(target.user_decoder, target.device)
-        for number, names in enumerate(modules):
+        for number, names in enumerate(modules.values()):
             state = {place: stored_tensor(files[name], name) for place, name in names.items()}
             for place, stored in state.items():
                 if load_packed is None and not is_unquantised(stored):

@@ -182,8 +182,8 @@ def read_parts(
     experts if the tensors have experts, else like the nearest without. keys: of the tensors in the checkpoint;
     load_packed: loads packed tensors. Raises CheckpointError if tensors do not fit."""
     layers, mlp = decoder.layers, nearest_mlp(decoder, like, _has_experts(state))
-    expected = {f"layers.0.{name}": tensor for name, tensor in layers[like].state_dict().items()}
-    expected |= {f"layers.0.mlp.{name}": tensor for name, tensor in layers[mlp].mlp.state_dict().items()}
+    theirs = layers[like].state_dict() | layers[mlp].mlp.state_dict(prefix="mlp.")
+    dtypes = {f"layers.0.{name}": tensor.dtype for name, tensor in theirs.items() if is_unquantised(tensor)}
     with torch.device("meta"):
         holder: Any = _Holder(decoder, empty_layer(decoder, like, mlp), state)
     mapping: Any = get_model_conversion_mapping(decoder, add_legacy=False)
@@ -217,7 +217,7 @@ def read_parts(
             f"{', '.join(sorted(state))}"
         )
     for name, param in holder.named_parameters():
-        param.data = param.data.to(expected.get(name, decoder.norm.weight))
+        param.data = param.data.to(decoder.norm.weight.device, dtypes.get(name, decoder.norm.weight.dtype))
         param.requires_grad_(False)
     parts = dict(holder.to(decoder.norm.weight.device).eval().named_children())
     [parts["layer"]] = parts.pop("layers")

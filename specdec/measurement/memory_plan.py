@@ -176,7 +176,7 @@ def plan_modules(folder: Path, target: ModelOnMeta, spec: SpecConfig) -> Planned
     if not count:
         raise no_modules()
     if modules:
-        names = {name for of_module in modules for name in of_module.values()}
+        names = {name for of_module in modules.values() for name in of_module.values()}
         stored = stored_tensors({str(files[name]) for name in names})
         tensors = [stored[name].to("meta") for name in names]
         weights = sum((each.to(target.dtype) if is_unquantised(each) else each).nbytes for each in tensors)
