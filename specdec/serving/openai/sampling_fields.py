@@ -29,8 +29,8 @@ def sampling_params(
     calls: dict[str, Any] | None = None,
     echoed: int | None = None,
 ) -> SamplingParams:
-    """Make the parameters. calls: the grammar of an answer that calls tools (`ToolChoice`). echoed: alternatives per token of an
-    echoed prompt with log-probabilities. Raises ConfigError or ApiError for an invalid field."""
+    """Make the parameters. calls: the grammar of an answer that calls tools (`ToolChoice`). echoed: alternatives per
+    token of an echoed prompt with log-probabilities. Raises ConfigError or ApiError for an invalid field."""
     if body.stream_options is not None and not body.stream:
         raise refused("stream_options", "stream_options goes with stream=true; set that too")
     given: dict[str, Any] = dict(state.settings.defaults)
