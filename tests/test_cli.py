@@ -125,6 +125,7 @@ def test_what_needs_no_engine(args, status, says):
 def test_a_raw_prompt_has_no_template(answer):
     options = ("--raw", "--dtype", "bf16", "--max-new-tokens", "1", "--drafter", "none")
     other = json.loads(run("generate", QUESTION, "--json", "-", *options).stdout)
+    assert "accepted drafts" not in run("generate", QUESTION, "--show-drafts", *options).output
     assert len(other["prompt_token_ids"]) < len(answer["prompt_token_ids"]) and other["drafted"] == [False]
 
 
