@@ -320,6 +320,17 @@ def test_ctrl_c_while_an_answer_streams(monkeypatch):
     assert (result.exit_code, result.stdout, result.stderr) == (130, "half an ans\n", "specdec: interrupted\n")
 
 
+def test_ctrl_c_that_an_import_wraps_is_an_interruption_too(monkeypatch):
+    """Python 3.11 makes an exception in the making of a class, as of torch, the cause of a RuntimeError."""
+
+    def importing(engine, *args):
+        raise RuntimeError("Error calling __set_name__") from KeyboardInterrupt()
+
+    monkeypatch.setattr(Engine, "stream", importing)
+    result = run("generate", "x")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "\n", "specdec: interrupted\n")
+
+
 @pytest.mark.parametrize(
     "command", ["models", "generate --help", slow("bench --limit 1 --max-new-tokens 2 --drafter none")]
 )
