@@ -57,7 +57,7 @@ def _plain(value: Any) -> Any:
         return {plain_number(key): plain_number(each) for key, each in value.items()}
     value = plain_number(value)
     if isinstance(value, Collection) and not isinstance(value, (str, bytes)):
-        kind = type(value) if type(value) in (list, set, frozenset) else tuple
+        kind: Any = type(value) if type(value) in (list, set, frozenset) else tuple
         return kind(map(plain_number, value))
     return value
 

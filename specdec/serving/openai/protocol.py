@@ -40,7 +40,7 @@ MAX_TOOLS = 8192
 MAX_STOP_MEMBERS = 1024
 """Most members of `stop`, checked before each member; `SamplingParams` then allows `specdec.config.MAX_STOPS`."""
 MAX_BIASES = 4096
-NULLS = {"additionalProperties": {"type": "null"}}
+NULLS: dict[str, Any] = {"additionalProperties": {"type": "null"}}
 
 
 def _only(allowed: bool) -> BeforeValidator:
