@@ -16,6 +16,8 @@ from transformers.utils import logging as transformers_logging
 
 import specdec
 from specdec.draft_models.gemma4_mtp import constructible_assistants
+from specdec.draft_models.registry import NAMES
+from specdec.errors import SpecDecError
 from specdec.models.published import BUNDLED_NAMES, resolve_name
 
 PROMPTS = (
@@ -28,9 +30,20 @@ PROMPTS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="tiny-gemma4", help="hub id, folder or bundled name")
-    parser.add_argument("--assistant", default="tiny-gemma4-mtp", help="hub id, folder or bundled name")
+    parser.add_argument(
+        "--assistant", default="tiny-gemma4-mtp", help=f"hub id, folder or bundled name, or one of {', '.join(NAMES)}"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=96)
     args = parser.parse_args()
+    if args.max_new_tokens < 1:
+        parser.error(f"--max-new-tokens {args.max_new_tokens}: at least one token is expected")
+    try:
+        compare(args)
+    except (SpecDecError, OSError) as error:
+        parser.error(str(error))
+
+
+def compare(args: argparse.Namespace) -> None:
     if args.target in BUNDLED_NAMES:
         transformers_logging.disable_progress_bar()
 
@@ -38,8 +51,10 @@ def main() -> None:
     dtype = "auto" if device == "cuda" else torch.float32
     tokenizer = AutoTokenizer.from_pretrained(resolve_name(args.target), padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(resolve_name(args.target), dtype=dtype).to(device).eval()
-    with constructible_assistants():  # some releases of transformers refuse to build an assistant
-        assistant = AutoModelForCausalLM.from_pretrained(resolve_name(args.assistant), dtype=dtype).to(device).eval()
+    assistant = args.assistant
+    if assistant not in NAMES:
+        with constructible_assistants():  # some releases of transformers refuse to build an assistant
+            assistant = AutoModelForCausalLM.from_pretrained(resolve_name(assistant), dtype=dtype).to(device).eval()
 
     batch = tokenizer.apply_chat_template(
         [[{"role": "user", "content": prompt}] for prompt in PROMPTS],

@@ -63,13 +63,15 @@ def main() -> None:
     p.add_argument("--batch", type=int, default=64)
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args()
-    params = SamplingParams(args.max_new, args.temperature, top_p=args.top_p, seed=args.seed)
-    config = EngineConfig(max_batch_size=args.batch, max_model_len=args.max_new + 256)
+    if args.count < 1:
+        p.error(f"--count {args.count}: at least one prompt is expected")
     try:
+        params = SamplingParams(args.max_new, args.temperature, top_p=args.top_p, seed=args.seed)
+        config = EngineConfig(max_batch_size=args.batch, max_model_len=args.max_new + 256)
         with Engine.from_pretrained(args.target, config=config) as engine:
             written, turns = write_prompts(engine, args.out, args.count, params)
     except (SpecDecError, OSError) as error:
-        raise SystemExit(f"self_prompts.py: {error}") from error
+        p.error(str(error))
     print(f"{args.out}: {written} prompts of {turns} turns")
 
 

@@ -102,11 +102,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--heldout", action="store_true", help="write the held-out problems instead")
     args = parser.parse_args()
+    if args.count < 1:
+        parser.error(f"--count {args.count}: at least one problem is expected")
     problems = heldout() if args.heldout else generate(args.seed, args.count, heldout_questions())
-    with args.out.open("w", encoding="utf-8") as file:
-        for problem in problems:
-            check(problem)
-            file.write(json.dumps(problem, ensure_ascii=False) + "\n")
+    try:
+        with args.out.open("w", encoding="utf-8") as file:
+            for problem in problems:
+                check(problem)
+                file.write(json.dumps(problem, ensure_ascii=False) + "\n")
+    except OSError as error:
+        parser.error(str(error))
     print(f"{len(problems)} problems of {len(TEMPLATES)} templates in {args.out}")
 
 

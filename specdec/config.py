@@ -4,7 +4,7 @@ Arguments may be of related types (numpy scalars, the name of a dtype); a config
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import torch
@@ -233,21 +233,22 @@ class SamplingParams(SamplingNumbers):
     include_stop_str_in_output: keep the stop string at the end of the text.
     """
 
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    # hash=False: a list or a dict has no hash
+    stop: str | Sequence[str] = field(default=(), hash=False)
+    stop_token_ids: Sequence[int] = field(default=(), hash=False)
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
     speculation: SpecConfig | bool | None = None
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     json_schema: str | Mapping[str, Any] | None = None  # JSON text after validation
     json_object: bool = False
     regex: str | None = None
-    choice: Sequence[str] | None = None
+    choice: Sequence[str] | None = field(default=None, hash=False)
     cache_salt: str | None = None
     prompt_logprobs: int | None = None
     min_tokens: int = 0
-    allowed_token_ids: Sequence[int] | None = None
+    allowed_token_ids: Sequence[int] | None = field(default=None, hash=False)
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ from transformers import (
     Llama4TextConfig,
     MambaConfig,
     MiniMaxConfig,
+    ModernBertDecoderConfig,
     RecurrentGemmaConfig,
     StableLmConfig,
 )
@@ -555,6 +556,10 @@ UNSUPPORTED = {
     "alibi-bloom": (lambda: BloomConfig(**OLD, n_layer=2, n_head=4), "Bloom"),
     "gpt2": (lambda: GPT2Config(**{**OLD, "n_embd": 32}, n_layer=2, n_head=4), "GPT2"),
     "bert": (lambda: BertConfig(**{**BASE, "is_decoder": True}), "Bert"),
+    "modernbert": (  # its attribute `decoder` is its head
+        lambda: ModernBertDecoderConfig(**BASE | dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id"), 1)),
+        "the Linear that ModernBertDecoderForCausalLM.get_decoder() gives is not a stack of 2 decoder layers",
+    ),
     "mamba": (lambda: MambaConfig(**OLD, num_hidden_layers=2, state_size=4), "MambaMixer"),
     "minimax": (lambda: MiniMaxConfig(**BASE, head_dim=8, num_local_experts=2), "linear_attention"),
     "recurrent-gemma": (

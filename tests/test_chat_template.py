@@ -93,6 +93,13 @@ def test_thoughts_go_where_the_template_reads_them(template, field):
     assert thought_field(template) == field
 
 
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_thoughts_sent_back_under_either_name_reach_the_template(field, prompt_of):
+    answer = {"role": "assistant", "content": "8"}
+    for sent in ({field: "Hm."}, {"reasoning_content": "", "reasoning": "", field: "Hm."}):
+        assert prompt_of(SHOWN, "chat/completions", messages=[USER, answer | sent, USER]).count("8(Hm.)") == 1
+
+
 @pytest.mark.parametrize("content", [None, "", "I look."])
 def test_thoughts_sent_back_reach_gpt_oss(content, prompt_of):
     answer = {"role": "assistant", "content": content, "reasoning_content": "Hm.", "tool_calls": [CALL]}

@@ -125,6 +125,7 @@ def test_what_needs_no_engine(args, status, says):
 def test_a_raw_prompt_has_no_template(answer):
     options = ("--raw", "--dtype", "bf16", "--max-new-tokens", "1", "--drafter", "none")
     other = json.loads(run("generate", QUESTION, "--json", "-", *options).stdout)
+    assert "accepted drafts" not in run("generate", QUESTION, "--show-drafts", *options).output
     assert len(other["prompt_token_ids"]) < len(answer["prompt_token_ids"]) and other["drafted"] == [False]
 
 
@@ -317,6 +318,17 @@ def test_ctrl_c_while_an_answer_streams(monkeypatch):
     monkeypatch.setattr(Engine, "stream", stream)
     result = run("generate", "x")
     assert (result.exit_code, result.stdout, result.stderr) == (130, "half an ans\n", "specdec: interrupted\n")
+
+
+def test_ctrl_c_that_an_import_wraps_is_an_interruption_too(monkeypatch):
+    """Python 3.11 makes an exception in the making of a class, as of torch, the cause of a RuntimeError."""
+
+    def importing(engine, *args):
+        raise RuntimeError("Error calling __set_name__") from KeyboardInterrupt()
+
+    monkeypatch.setattr(Engine, "stream", importing)
+    result = run("generate", "x")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "\n", "specdec: interrupted\n")
 
 
 @pytest.mark.parametrize(

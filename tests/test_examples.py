@@ -41,7 +41,10 @@ RUNS: dict[str, list[tuple[str, str]]] = {
         ("", r"\d+ tokens, \d+ of them accepted drafts"),
         ("--compare --draft-topk 4 --nodes 16 --max-new-tokens 48", r"identical to plain decoding: yes"),
     ],
-    "hf_drop_in.py": [("", r"identical to model.generate: yes")],
+    "hf_drop_in.py": [
+        ("", r"identical to model.generate: yes"),
+        ("--assistant suffix --max-new-tokens 8", r"identical to model.generate: yes"),
+    ],
     "batch_stream.py": [
         ("", r"8 answers, at most 4 at a time: \d+ tokens"),
         (
@@ -215,6 +218,12 @@ def test_short_names_hub_ids_and_folders_find_their_pair(model, drafter, want, m
         ("gsm8k.py --drafter ./nowhere --limit 1", "./nowhere"),
         ("demo.py --count -1", "--count -1"),
         ("eagle3.py --steps 0", "num_steps=0"),
+        ("hf_drop_in.py --max-new-tokens 0", "--max-new-tokens 0"),
+        ("hf_drop_in.py --assistant mtp", "no MTP modules there"),
+        ("word_problems.py --out a.jsonl --count -3", "--count -3"),
+        ("word_problems.py --out none/a.jsonl --count 1", "none/a.jsonl"),
+        ("self_prompts.py --target tiny-gemma4 --out a.jsonl --count 0", "--count 0"),
+        ("self_prompts.py --target tiny-gemma4 --out a.jsonl --batch 0", "max_batch_size=0"),
         ("tree_walkthrough.py --nodes 1", "num_draft_tokens=1"),
         ("eagle3.py --topk 4", "unrecognized arguments: --topk 4"),
     ],

@@ -158,6 +158,13 @@ def test_only_the_channels_that_rotary_dim_counts_rotate(rope, tmp_path):
     assert config.rope_parameters["rope_theta"] == 5e6 and config.name_or_path == str(tmp_path)
 
 
+def test_rotary_dim_without_a_head_dim_counts_of_the_default(tmp_path):
+    stored = {"model_type": "minimax_m2", "rotary_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    config = Checkpoint.from_name(str(tmp_path)).hf_config()
+    assert config.rope_parameters["partial_rotary_factor"] * config.head_dim == 32
+
+
 MIMO_OF_THE_HUB = {
     "hybrid_layer_pattern": [1, 0, 1],
     "moe_layer_freq": [0, 0, 1],

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import deque
 
 import numpy as np
 import pytest
@@ -171,6 +172,20 @@ def test_params_are_copied_at_submission():
         SamplingParams(json_schema='{"type": "object"}')
     )
     assert len({SamplingParams(), SamplingParams(regex="a"), SamplingParams(regex="a")}) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("stop_token_ids", 3), ("allowed_token_ids", 3), ("stop", "a"), ("choice", "a"), ("logit_bias", 3)],
+)
+def test_params_made_of_any_collection_are_hashed_compared_and_pickled(name, value):
+    given = {value: 1.0}
+    collections = [[value], (value,), {value}, given.keys(), {1.0: value}.values(), deque([value])]
+    for one in [given] if name == "logit_bias" else collections:
+        params = SamplingParams(**{name: one})
+        assert {params, pickle.loads(pickle.dumps(params)), SamplingParams(**{name: one})} == {params}
+    assert SamplingParams(stop_token_ids=range(3, 5)) == SamplingParams(stop_token_ids=np.array([3, 4]))
+    assert SamplingParams(stop_token_ids=range(3, 5)) == SamplingParams(stop_token_ids=(3, 4))
 
 
 def test_a_bias_outside_of_the_vocabulary(make_target, make_engine):

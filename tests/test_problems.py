@@ -1,6 +1,7 @@
 """Problems and answers: data files are read, or a faulty line is an error of one sentence with its number; answers are
 read and counted, in tables that a reader can check by eye."""
 
+import gzip
 import json
 import os
 import threading
@@ -53,6 +54,9 @@ def test_a_byte_order_mark_is_not_part_of_the_first_line(tmp_path):
     [
         (GOOD + '{"question": "caf\xe9"}'.encode("latin-1"), r":2: not UTF-8 \(byte 18 is 0xe9\)"),
         ('{"question": "a"}\n'.encode("utf-16"), r":1: not UTF-8 \(byte 1 is 0xff\)"),
+        (gzip.compress(GOOD, mtime=0), r"data.jsonl' is compressed by gzip; convert it to a JSONL file"),
+        (b"\x28\xb5\x2f\xfd\x04", r"data.jsonl' is compressed by zstd; convert it to a JSONL file"),
+        (b"PAR1\x15\x00", r"data.jsonl' is a Parquet file; convert it to a JSONL file"),
         (GOOD + b'{"question": 5}', r":2: 'question' is 5; text is expected"),
         (GOOD + b'{"question": ["a"]}', r""":2: 'question' is \["a"\]; text is expected"""),
         (GOOD + b'{"question": ""}', r""":2: 'question' is ""; text is expected"""),

@@ -158,6 +158,8 @@ def test_speculation_of_a_request_is_that_of_the_python_api(client, engine):
         ({"response_format": {"type": "json_object"}}, r"\{.*"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [3, 7]}}}}, "3|7"),
         ({"response_format": {"type": "json_object", "value": {"enum": [3, 7]}}}, "3|7"),  # of huggingface_hub
+        ({"response_format": {"type": "json_object", "schema": {"enum": [3, 7]}}}, "3|7"),  # of llama.cpp
+        ({"response_format": {"type": "json_object", "schema": {}}}, r"\{.*"),
         ({"structured_outputs": {"regex": "[a-c]{3,5}"}}, "[a-c]{3,5}"),
         ({"structured_outputs": {"choice": ["red", "green"]}}, "red|green"),
         ({"structured_outputs": {"json": {"enum": [3, 7]}}}, "3|7"),
@@ -170,6 +172,8 @@ def test_speculation_of_a_request_is_that_of_the_python_api(client, engine):
         "object",
         "schema",
         "value",
+        "plain-schema",
+        "empty-schema",
         "regex",
         "choice",
         "json",

@@ -173,6 +173,13 @@ def test_a_stopped_run_goes_on(kind, checkpoint, prompts, tmp_path) -> None:
         run(checkpoint, prompts, out, f"--kind {kind} --lr 0.5")
 
 
+def test_prompts_from_a_pipe_are_refused_since_a_resumed_run_reads_them_again(checkpoint, tmp_path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for no_file in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(SystemExit, match="a file is expected, which a resumed run reads again"):
+            run(checkpoint, no_file, tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -2,6 +2,7 @@
 waiting threads, and that a thread's torch modes are restored."""
 
 import gc
+import os
 import random
 import signal
 import sys
@@ -246,6 +247,42 @@ def test_a_call_within_a_step_of_the_same_thread_is_refused(make_target, make_en
     with pytest.raises(SpecDecError, match="would wait for the step in which it is made"):
         engine._in_turn(lambda: engine.generate(random_prompt(5), PARAMS))
     assert len(engine.generate(random_prompt(5), PARAMS)) == 1
+
+
+def in_fork(work):
+    """What a fork of this process that calls `work` says of it: "done", or the error's text."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            signal.alarm(20)  # ends it if it hangs
+            work()
+            os.write(writer, b"done")
+        except SpecDecError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as said:
+        text = said.read()
+    os.waitpid(child, 0)
+    return text
+
+
+def test_a_fork_made_within_a_turn_is_refused_and_one_made_between_turns_works():
+    turns, inside, go = Turns(), threading.Event(), threading.Event()
+
+    def twice():
+        turns.run(int)
+        turns.run(int)
+
+    thread = threading.Thread(target=turns.run, args=(lambda: (inside.set(), go.wait(20)),))
+    thread.start()
+    assert inside.wait(20)
+    assert "in a step of this engine" in in_fork(twice)
+    go.set()
+    thread.join()
+    assert in_fork(twice) == "done"
+    assert in_fork(lambda: in_threads([twice] * 4)) == "done"
 
 
 def test_turns_go_in_order_of_arrival_and_skip_those_that_gave_up(interrupts):

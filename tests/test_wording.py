@@ -26,6 +26,13 @@ CASES = {
     "list": ({"messages": []}, "messages=[]: at least 1 item is expected"),
     "object": ({"messages": [3]}, "messages[0]=3: an object is expected"),
     "nothing": ({"logits_processors": []}, "logits_processors=[]: null is expected"),
+    "other tool": ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type='custom': 'function' is expected"),
+    "other choice": (
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
+        "tool_choice.type='allowed_tools': 'function' is expected",
+    ),
+    "half a choice": ({"tool_choice": {"type": "function"}}, "tool_choice.function is missing; it is required"),
+    "switch or object": ({"speculation": {"topk": "2"}}, "speculation.topk='2': an integer is expected"),
     "deep": ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage=1: true or false is expected"),
 }
 

@@ -78,7 +78,8 @@ def card_memory(gigabytes: int, gpus: int, needs: CacheNeeds, config: EngineConf
     if tokens < MIN_TOKENS or any(there < held for there, held in zip(slots[1:], needs.held[1:], strict=True)):
         return CardMemory(gigabytes, {}, 0, 0)
     names = [kept.name for kept in needs.groups]
-    pools = {name: count * size for name, count, size in zip(names, slots, needs.slot_bytes, strict=True)}
+    whole = ((count // needs.page_size + 1) * needs.page_size for count in slots)  # with page 0, which holds no tokens
+    pools = {name: count * size for name, count, size in zip(names, whole, needs.slot_bytes, strict=True)}
     return CardMemory(gigabytes, pools, tokens, min(requests, REQUESTS))
 
 

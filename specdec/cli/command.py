@@ -49,7 +49,11 @@ def shell_errors() -> Iterator[None]:
     except (SpecDecError, OSError) as error:  # OSError: a folder cannot be made, or the disk is full
         print(f"specdec: {error}", file=sys.stderr)
         raise typer.Exit(2) from error
-    except KeyboardInterrupt as stop:
+    except (KeyboardInterrupt, RuntimeError) as error:
+        # up to Python 3.11, Ctrl-C while an import makes a class may come out as the cause of a RuntimeError
+        stop = error if isinstance(error, KeyboardInterrupt) else error.__cause__
+        if not isinstance(stop, KeyboardInterrupt):
+            raise
         print(f"specdec: interrupted{f'; {stop}' if str(stop) else ''}", file=sys.stderr)
         raise typer.Exit(130) from stop
 

@@ -272,6 +272,7 @@ def find_decoder(name: str, model: PreTrainedModel, num_layers: int) -> nn.Modul
             break
         decoder = inner
     if len(getattr(decoder, "layers", None) or ()) != num_layers:
-        raise UnsupportedModelError(f"{name}: {type(decoder).__name__} is not a stack of {num_layers} decoder layers")
+        given = f"the {type(decoder).__name__} that {type(model).__name__}.get_decoder() gives"
+        raise UnsupportedModelError(f"{name}: {given} is not a stack of {num_layers} decoder layers, so it cannot run")
     found: nn.Module = decoder
     return found

@@ -40,8 +40,9 @@ def config_read_as(stored: Mapping[str, Any], path: str) -> Any:
     """
     kind = str(stored.get("model_type"))
     own = {name: value for name, value in stored.items() if name not in ("model_type", "auto_map")}
-    if kind == "minimax_m2" and "rotary_dim" in own:
-        own.setdefault("partial_rotary_factor", own["rotary_dim"] / own["head_dim"])
+    if kind == "minimax_m2" and own.get("rotary_dim"):
+        head_dim = own.get("head_dim") or AutoConfig.for_model(kind).head_dim
+        own.setdefault("partial_rotary_factor", own["rotary_dim"] / head_dim)
     elif kind == "mimo_v2_flash":
         own = _as_transformers_names(own)
     elif kind not in READ_AS:

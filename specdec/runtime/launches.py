@@ -58,8 +58,7 @@ class HostCopy:
             self._ranks.wait_for(self._done)
         elif self._done is not None:
             self._done.synchronize()
-        array: IntArray = self._numbers.numpy()
-        return array
+        return self._numbers.numpy()
 
 
 def copy_to_host(numbers: torch.Tensor) -> torch.Tensor:

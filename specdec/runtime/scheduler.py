@@ -274,8 +274,7 @@ class Scheduler:
 
     def _lookahead(self, rows: IntArray) -> IntArray:
         """The slots [B] that each of these rows must own for a round."""
-        wanted: IntArray = self.table.committed_len.host[rows] + self.table.lookahead
-        return wanted
+        return self.table.committed_len.host[rows] + self.table.lookahead
 
     def _pages_to_come(self, requests: Sequence[Request]) -> IntArray:
         """Pages [groups] that requests with a row will take up to and including their next round."""
@@ -306,8 +305,7 @@ class Scheduler:
         which a request enters a round.
         """
         missing = np.array(slots_needed(self.table, request.prefill_target, 2)) - owned + evicted
-        pages: IntArray = np.maximum(0, missing) // self.table.allocator.page_size
-        return pages
+        return np.maximum(0, missing) // self.table.allocator.page_size
 
     def _prompt_shares(self) -> list[tuple[Request, int]]:
         """Requests that read prompt tokens in this step, by rank, with their number of tokens if there are enough

@@ -4,7 +4,7 @@ import difflib
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import FrozenInstanceError
 from typing import Any, NoReturn, TypeVar
 
@@ -49,14 +49,17 @@ def _refuse_change(settings: Any, name: str, *_: Any) -> NoReturn:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a numpy or torch number, or a list or mapping of them, to Python's types; leave all else unchanged."""
-    if isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim == 1:
-        return value.tolist()
-    if type(value) in (list, tuple, set, frozenset):
-        return type(value)(map(plain_number, value))
-    if isinstance(value, Mapping):  # a copy, so later changes have no effect
+    """Convert a numpy or torch number, or a collection of them, to Python's types; leave all else unchanged.
+
+    Collections are copied, so later changes have no effect: views, ranges and arrays to a tuple, which can be compared.
+    """
+    if isinstance(value, Mapping):
         return {plain_number(key): plain_number(each) for key, each in value.items()}
-    return plain_number(value)
+    value = plain_number(value)
+    if isinstance(value, Collection) and not isinstance(value, (str, bytes)):
+        kind: Any = type(value) if type(value) in (list, set, frozenset) else tuple
+        return kind(map(plain_number, value))
+    return value
 
 
 def _schema_text(value: Any) -> Any:

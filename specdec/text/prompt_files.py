@@ -14,6 +14,8 @@ from specdec.errors import ConfigError, clipped, require_text
 
 QUESTION_KEYS = ("question", "prompt", "turns")
 KEYS_IN_WORDS = "'question', 'prompt' or 'turns'"
+FORMATS = {b"\x1f\x8b": "compressed by gzip", b"\x28\xb5\x2f\xfd": "compressed by zstd", b"PAR1": "a Parquet file"}
+"""First bytes of the other forms in which data sets are published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,10 @@ def json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         what = "is a folder" if path.is_dir() else "no such file"
         raise ConfigError(f"data={str(path)!r}: {what}; a JSONL file with {KEYS_IN_WORDS} is expected")
     with path.open("rb") as file:
+        start = file.peek(4)
+        for mark, form in FORMATS.items():
+            if start.startswith(mark):
+                raise ConfigError(f"data={str(path)!r} is {form}; convert it to a JSONL file, which is plain text")
         for number, line in enumerate(file, start=1):
             if line := line.strip():
                 yield number, _object(line, f"{path}:{number}")

@@ -86,7 +86,8 @@ def warn_of_repetition(answers: int, prompts: int) -> None:
 def read_prompt_file(path: Path) -> list[Chat]:
     """The prompts of a file, at least two. Raises ConfigError, which names the first bad line."""
     if not path.is_file():
-        raise ConfigError(f"--prompts {path}: no such file")
+        what = "a file is expected, which a resumed run reads again" if path.exists() else "no such file"
+        raise ConfigError(f"--prompts {path}: {what}")
     prompts = [_chat_of(record, f"{path}:{number}") for number, record in json_lines(path)]
     if len(prompts) < 2:
         raise ConfigError(f"{path} holds {len(prompts)} prompts; one is kept aside for the report, so 2 are the least")

@@ -44,7 +44,7 @@ def answer(options: GenerateOptions) -> None:
             console = Console(highlight=False, soft_wrap=True)
             mark = in_brackets if console.color_system is None else in_colour
             console.print(mark(pieces_of(out, engine.tokenizer)))
-            legend = mark(LEGEND)
+            legend = mark(LEGEND) if engine.drafter is not None else None
         print_summary(out, engine, legend)
 
 

@@ -16,6 +16,7 @@ instructions of `torch.inference_mode()`, a guard stays half open: it lives as l
 modes when it dies. So a turn drops such guards when it ends, and then its own guard restores the modes.
 """
 
+import os
 import threading
 import traceback
 from collections.abc import Callable
@@ -35,12 +36,13 @@ class Turns:
         self._guard = threading.RLock()  # held for a few instructions, in which a signal handler or finalizer may run
         self._newest = self._present = threading.Lock()
         self._threads: dict[threading.Lock, int] = {}  # threads that have a turn or wait for one
+        self._pid = os.getpid()
 
     def run(self, work: Callable[[], T]) -> T:
         """Wait for a turn and do this work in it.
 
-        Raises SpecDecError if this thread already has a turn or waits for one (a signal handler may call this): it
-        would wait forever.
+        Raises SpecDecError if it would wait forever: this thread already has a turn or waits for one (a signal handler
+        may call this), or the process is a fork, made while another thread had one.
         """
         here, mine = threading.get_ident(), threading.Lock()
         if here in list(self._threads.values()):
@@ -48,6 +50,7 @@ class Turns:
                 "this call would wait for the step in which it is made: a tokenizer, a callback or a signal handler "
                 "called the engine during a step; call the engine after the step"
             )
+        self._require_own_process()
         with mine:
             try:
                 self._threads[mine] = here
@@ -77,6 +80,17 @@ class Turns:
                 return True
             finally:
                 del self._threads[mine]
+
+    def _require_own_process(self) -> None:
+        # read before the process id, which another thread of a fork sets before its turn
+        in_use = bool(self._threads) or self._newest.locked() or self._present.locked()
+        if self._pid != os.getpid():
+            if in_use:
+                raise SpecDecError(
+                    "this process was forked while another thread of its parent was in a step of this engine, which "
+                    "never ends here; make an engine in this process, or fork between steps"
+                )
+            self._pid = os.getpid()
 
     def _take(self, mine: threading.Lock) -> bool:
         with self._guard:

@@ -194,8 +194,7 @@ class GrammarLibrary:
         bits = np.zeros((len(matchers), self._width), dtype=np.int32)
         numbered = [(matcher, number) for number, matcher in enumerate(matchers)]
         self._llguidance.numpy.fill_next_token_bitmask_par(self._executor, numbered, bits)
-        own: Words = bits[:, : self.num_words] & self._own
-        return own
+        return bits[:, : self.num_words] & self._own
 
 
 @dataclass(eq=False)

@@ -80,6 +80,11 @@ class ApiError(Exception):
         return Response(json.dumps(self.body), self.status, self.headers, media_type="application/json")
 
 
+def refused(param: str, message: str, code: str | None = None) -> ApiError:
+    """The error 400 for an invalid field of a body."""
+    return ApiError(400, message, param=param, code=code)
+
+
 def error_body(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
@@ -103,11 +108,13 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def invalid_body(errors: Sequence[Any]) -> ApiError:
-    """The error for pydantic's first finding in a JSON body; unknown fields come first."""
+    """The error for one of pydantic's findings in a JSON body: a wrong `type`, on which an object's fields depend, else
+    an unknown field, else the first."""
+    types = [error for error in errors if error["type"] == "literal_error" and error["loc"][-1:] == ("type",)]
     unknown = [error for error in errors if error["type"] == "extra_forbidden"]
-    error = (unknown or list(errors))[0]
+    error = (types or unknown or _within_objects(errors))[0]
     param = _place(error["loc"])
-    if unknown:
+    if error["type"] == "extra_forbidden":
         return ApiError(
             400, f"{param} is not a field of this server; leave it out", param=param, code="unknown_parameter"
         )
@@ -116,6 +123,13 @@ def invalid_body(errors: Sequence[Any]) -> ApiError:
     here = [each for each in errors if _place(each["loc"]) == param]
     message = f"{param or 'the body'}={shown(error.get('input'))}: {sentence(here)}"
     return ApiError(400, message, param=param, code="invalid_type")
+
+
+def _within_objects(errors: Sequence[Any]) -> Sequence[Any]:
+    """The errors from the first on; those within its value, if that is an object which a field may have."""
+    place = _place(errors[0]["loc"])
+    inner = [error for error in errors if str(_place(error["loc"])).startswith(f"{place}.")]
+    return inner if inner and isinstance(errors[0].get("input"), dict) else errors
 
 
 def expected(error: Mapping[str, Any]) -> str:
@@ -198,7 +212,7 @@ def allowed_methods(request: Request) -> list[str]:
 def install_error_handlers(app: FastAPI) -> None:
     """Convert every exception of a route to this shape."""
 
-    async def refused(request: Request, error: Exception) -> Response:
+    async def as_answer(request: Request, error: Exception) -> Response:
         if isinstance(error, RequestValidationError):
             return invalid_body([{**each, "loc": each["loc"][1:]} for each in error.errors()]).response()
         if isinstance(error, HTTPException):
@@ -214,9 +228,9 @@ def install_error_handlers(app: FastAPI) -> None:
         return as_api_error(error).response()
 
     for kind in (RequestValidationError, HTTPException, ApiError, SpecDecError):
-        app.add_exception_handler(kind, refused)
+        app.add_exception_handler(kind, as_answer)
     # innermost: a handler of `Exception` would answer outside of the middleware that counts, names and logs answers
-    app.add_middleware(ExceptionMiddleware, handlers={Exception: refused})
+    app.add_middleware(ExceptionMiddleware, handlers={Exception: as_answer})
 
 
 def _place(loc: Sequence[Any]) -> str | None:

@@ -11,11 +11,12 @@ from specdec.config import SamplingParams
 from specdec.runtime.request_output import GenerationOutput, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.http.bodies import BodyRoute
+from specdec.serving.http.faults import refused
 from specdec.serving.openai import answer_models as answers
 from specdec.serving.openai.chat_message import MessageBuilder, whole_message
 from specdec.serving.openai.chat_template import chat_prompt
 from specdec.serving.openai.logprob_shapes import chat_logprobs
-from specdec.serving.openai.protocol import ChatRequest, refused
+from specdec.serving.openai.protocol import ChatRequest
 from specdec.serving.openai.sampling_fields import require_logprobs, sampling_params, shortened
 from specdec.serving.openai.text_answer import TextAnswer, whole_delta
 from specdec.serving.state import ServeState, StateDep

@@ -9,7 +9,8 @@ from typing import Any
 from pydantic_core import from_json
 
 from specdec.errors import shown
-from specdec.serving.openai.protocol import TEXT_PART, ChatRequest, Message, Tool, refused
+from specdec.serving.http.faults import refused
+from specdec.serving.openai.protocol import TEXT_PART, ChatRequest, Message, Tool
 from specdec.serving.state import ServeState
 from specdec.text.prompts import asks_for_none, template_text
 
@@ -85,7 +86,8 @@ def _plain(place: str, message: Message, template: str) -> dict[str, Any]:
     for number, call in enumerate(plain.get("tool_calls", ())):
         param = f"{place}.tool_calls[{number}].function.arguments"
         call["function"]["arguments"] = arguments_of(call["function"]["arguments"], param)
-    if thought := plain.pop("reasoning_content", None):
+    newer = plain.pop("reasoning", None)
+    if thought := plain.pop("reasoning_content", None) or newer:
         plain[field := thought_field(template)] = thought
         if field == "thinking" and plain.get("tool_calls") and plain["content"]:
             # before a call GPT-OSS writes either as the same kind of message, and refuses both

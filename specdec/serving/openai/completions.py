@@ -13,9 +13,10 @@ from specdec.config import SamplingParams
 from specdec.runtime.request_output import GenerationOutput, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.http.bodies import BodyRoute
+from specdec.serving.http.faults import refused
 from specdec.serving.openai import answer_models as answers
 from specdec.serving.openai.logprob_shapes import Scores, completion_logprobs, echoed_logprobs
-from specdec.serving.openai.protocol import CompletionRequest, refused
+from specdec.serving.openai.protocol import CompletionRequest
 from specdec.serving.openai.sampling_fields import sampling_params, shortened
 from specdec.serving.openai.text_answer import TextAnswer, whole_delta
 from specdec.serving.state import ServeState, StateDep

@@ -11,10 +11,10 @@ from specdec import __version__
 from specdec.errors import ConfigError
 from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.http.events import JsonResponse
-from specdec.serving.http.faults import refusals
+from specdec.serving.http.faults import refusals, refused
 from specdec.serving.openai.answer_models import ASKING, Detokenized, ModelCard, ModelList, Tokenized, Version
 from specdec.serving.openai.chat_template import chat_prompt
-from specdec.serving.openai.protocol import Body, ChatRequest, Messages, TokenIds, Tools, refused
+from specdec.serving.openai.protocol import Body, ChatRequest, Messages, TokenIds, Tools
 from specdec.serving.state import ServeState, StateDep
 
 router = APIRouter(route_class=BodyRoute)

@@ -21,7 +21,6 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from specdec.errors import shown
-from specdec.serving.http.faults import ApiError
 from specdec.serving.tools.character_reader import NAME
 from specdec.settings.sampling_numbers import NUMBERS
 from specdec.text.prompts import Prompt, as_prompt_list
@@ -42,11 +41,6 @@ MAX_STOP_MEMBERS = 1024
 """Most members of `stop`, checked before each member; `SamplingParams` then allows `specdec.config.MAX_STOPS`."""
 MAX_BIASES = 4096
 NULLS: dict[str, Any] = {"additionalProperties": {"type": "null"}}
-
-
-def refused(param: str, message: str, code: str | None = None) -> ApiError:
-    """The error 400 for an invalid field of a body."""
-    return ApiError(400, message, param=param, code=code)
 
 
 def _only(allowed: bool) -> BeforeValidator:
@@ -154,10 +148,12 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     value: dict[str, Any] | None = None  # the schema, as huggingface_hub's client sends it
+    plain_schema: dict[str, Any] | None = Field(default=None, alias="schema")  # as llama.cpp's clients send it
 
     @property
     def schema_of_text(self) -> dict[str, Any] | None:
-        return self.value if self.json_schema is None else self.json_schema.json_schema
+        plain = self.plain_schema if self.value is None else self.value
+        return plain if self.json_schema is None else self.json_schema.json_schema
 
 
 class StructuredOutputs(Body):
@@ -265,6 +261,7 @@ class Message(Body):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's newer name
     type: Annotated[Literal["text"] | None, Field(exclude=True)] = None  # some clients send the content's type too
     refusal: None = None  # this and the next three are empty in answers that a client sends back
     audio: None = None

@@ -8,8 +8,8 @@ from specdec.config import GRAMMARS, MAX_SALT, SamplingParams, SpecConfig
 from specdec.errors import CapacityError, ConfigError
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.http.clients import require_priority, salt_for
-from specdec.serving.http.faults import ApiError, as_api_error
-from specdec.serving.openai.protocol import ChatRequest, SamplingFields, Speculation, refused
+from specdec.serving.http.faults import ApiError, as_api_error, refused
+from specdec.serving.openai.protocol import ChatRequest, SamplingFields, Speculation
 from specdec.serving.state import ServeState
 
 MAX_LOGPROBS = 20
@@ -125,12 +125,12 @@ def _requested_grammars(body: SamplingFields) -> dict[str, dict[str, Any]]:
     if (form := body.response_format) is not None:
         schema = form.schema_of_text
         if form.type == "text":
-            if form.json_schema is not None or form.value is not None:
+            if form.json_schema is not None or schema is not None:
                 raise refused("response_format", "response_format.json_schema is for type='json_schema'")
+        elif form.type == "json_object" and not schema:
+            asked["response_format"] = {"json_object": True}
         elif schema is not None:
             asked["response_format"] = {"json_schema": schema}
-        elif form.type == "json_object":
-            asked["response_format"] = {"json_object": True}
         else:
             raise refused("response_format", "response_format.json_schema.schema is missing; it is required")
     if (outputs := body.structured_outputs) is not None:

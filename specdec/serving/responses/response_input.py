@@ -4,9 +4,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from specdec.serving.http.faults import invalid_body
+from specdec.serving.http.faults import invalid_body, refused
 from specdec.serving.openai.chat_template import arguments_of
-from specdec.serving.openai.protocol import ChatRequest, NamedFunction, ResponsesRequest, TextFormat, refused
+from specdec.serving.openai.protocol import ChatRequest, NamedFunction, ResponsesRequest, TextFormat
 
 RESPONSES_ONLY = {"tools", "tool_choice", "stream_options", "store"}
 """Fields that chats have under the same name, but that have another form here, or that do not concern the chat."""

@@ -12,11 +12,11 @@ from fastapi.responses import Response
 from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
 from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.http.events import EventStream, JsonResponse, event, off_loop
-from specdec.serving.http.faults import ApiError, as_api_error, refusals
+from specdec.serving.http.faults import ApiError, as_api_error, refusals, refused
 from specdec.serving.openai import answer_models as answers
 from specdec.serving.openai.chat_completions import ChatTextAnswer
 from specdec.serving.openai.logprob_shapes import chat_logprobs
-from specdec.serving.openai.protocol import Reasoning, ResponsesRequest, TextFormat, TextOptions, refused
+from specdec.serving.openai.protocol import Reasoning, ResponsesRequest, TextFormat, TextOptions
 from specdec.serving.openai.text_answer import whole_delta
 from specdec.serving.responses.response_events import ResponseBuilder
 from specdec.serving.responses.response_input import chat_request, messages_of

@@ -17,7 +17,8 @@ from urllib.parse import urljoin
 
 from specdec.errors import shown
 from specdec.sampling.grammars.grammar_bounds import ONE_LINE, members
-from specdec.serving.openai.protocol import ChatRequest, Function, refused
+from specdec.serving.http.faults import refused
+from specdec.serving.openai.protocol import ChatRequest, Function
 from specdec.serving.tools.answer_parser import AnswerParser
 from specdec.serving.tools.schema_types import accepted_types
 from specdec.serving.tools.tool_parsers import PARSERS
