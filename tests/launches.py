@@ -538,7 +538,7 @@ def usual() -> Iterator[Launch]:
         yield launch(prompts, BF16, 512, 4, 16, exact=exact, window=None, cap=None)
         yield launch(prompts, BF16, 256, 4, 2048, exact=exact, window=512, cap=50.0)
         yield launch(prompts, BF16, 128, 8, 512, exact=exact, window=None, cap=None, first_key=2)
-        yield launch(prompts, BF16, 128, 4, 512, exact=exact, window=None, cap=None, fp8=True)
+        yield launch(prompts, BF16, 128, 4, 2048, exact=exact, window=None, cap=None, fp8=True)
         for fp8 in (False, True):
             yield launch(prompts, BF16, 512, 4, 2048, exact=exact, window=None, cap=None, fp8=fp8)
     yield launch(prompts, BF16, 256, 4, 512, exact=True, window=512, cap=None)  # few rows: in parts of the values

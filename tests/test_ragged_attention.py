@@ -15,7 +15,7 @@ from specdec import SamplingParams
 from specdec.attention.dense import attend_alone, attend_together, masked_runs, runs_attention
 from specdec.attention.kernels.own_keys import PathKeys, own_keys
 from specdec.attention.kernels.page_table import PageTable
-from specdec.attention.kernels.ragged_attention import TALL, RaggedTiles, choose_ragged, ragged_attention
+from specdec.attention.kernels.ragged_attention import RaggedTiles, choose_ragged, ragged_attention
 from specdec.attention.kernels.tree_attention import KeySplit, RowTiles, tree_attention
 from specdec.attention.plan import Pack, RunSlots
 from specdec.runtime.rounds.captured_prompts import MAX_TOKENS
@@ -178,7 +178,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("hopper")
 def test_long_prompts_over_512_channels_get_tall_tiles() -> None:
     """Programs of 128 rows take half of the value channels each. Short runs would leave such tiles part empty."""
-    assert tiles_for(1, 2048) == tiles_for(64, 2048) == TALL._replace(value_parts=2)
+    assert tiles_for(1, 2048) == tiles_for(64, 2048) == RaggedTiles(128, 32, 8, 3, waves=1.1, value_parts=2)
     for small in (tiles_for(1, 255), tiles_for(65, 2048), tiles_for(1, 2048, bytes_=4)):
         assert small.value_parts == 1 and small.block_m <= 64
     assert tiles_for(1, 2048, 256) == RaggedTiles(128, 64, 8, 3)
@@ -193,15 +193,16 @@ def test_tiles_of_prompts_in_order() -> None:
         return *tiles[:4], tiles.split_len, tiles.value_parts
 
     assert of(1, 64, 128) == (32, 64, 4, 3, 256, 1)  # 256 rows
-    assert of(1, 2048, 128) == of(500, 2048, 128) == (64, 64, 4, 3, 256, 1)
+    assert of(1, 2048, 128) == (128, 64, 8, 5, 256, 1)
+    assert of(500, 2048, 128) == (64, 64, 4, 3, 256, 1)  # short runs
     assert of(1, 2048, 64) == (64, 64, 4, 2, 256, 1)
-    assert of(1, 2048, 256) == (128, 32, 8, 3, 128, 1)
-    assert of(500, 2048, 256) == (64, 32, 4, 3, 128, 1)  # short runs
+    assert of(1, 2048, 256) == (128, 32, 8, 5, 128, 1)
+    assert of(500, 2048, 256) == (64, 32, 4, 3, 128, 1)
     assert of(1, 512, 256) == (64, 32, 4, 3, 128, 2)  # few programs otherwise
     assert of(1, 2048, 512) == (128, 32, 8, 3, 256, 2)
     assert of(1, 512, 512) == (128, 32, 8, 3, 256, 4)
     assert of(500, 2048, 512) == (32, 32, 4, 3, 256, 1)
-    assert of(1, 2048, 256, values=128) == (128, 32, 8, 3, 128, 1)
+    assert of(1, 2048, 256, values=128) == (128, 32, 8, 5, 128, 1)
     assert of(1, 2048, 1024, values=512)[0] == 32  # queries of 128 rows do not fit
 
 

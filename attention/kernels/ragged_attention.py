@@ -50,12 +50,12 @@ class RaggedTiles(NamedTuple):
     value_parts: int = 1
 
 
-TALL = RaggedTiles(128, 32, 8, 3, waves=1.1)
-"""Tiles for heads of more than 128 channels and 2-byte numbers. With 64 rows and 8 warps, both warp groups of a program
-would compute the same product of queries and keys."""
+TALL = 128
+"""Rows of a tall tile, which 8 warps compute. With 64 rows and 8 warps, both warp groups of a program would compute the
+same product of queries and keys."""
 
 TALL_ROWS = 1024
-"""Minimum packed rows (tokens times the query heads of a K/V head) for TALL tiles, if keys may be added in any
+"""Minimum packed rows (tokens times the query heads of a K/V head) for tall tiles, if keys may be added in any
 order."""
 
 
@@ -146,7 +146,7 @@ def choose_ragged(
     exact: bool,
 ) -> RaggedTiles:
     """Choose the tiles that were fastest on an H200 (`python -m bench ordered-attention`). Keys in any order: those of
-    drafts, or TALL. Keys in order (`exact`): plain decoding's cut of keys, with larger row tiles, which change no bit.
+    drafts, or tall ones. Keys in order (`exact`): plain decoding's cut of keys, with more rows, which change no bit.
 
     In order, a row has two accumulators: of a chain, and of all chains before it. If registers do not hold both, the
     compiler moves the second to local memory while a chain is added, which is faster than smaller tiles."""
@@ -154,31 +154,33 @@ def choose_ragged(
     rows = num_tokens * group
     fewest: int = max(16, triton.next_power_of_2(group))  # a tile holds at least one token
 
-    def tall(values: int) -> RaggedTiles | None:
-        """TALL with programs of `values` value channels, if runs fill its tiles and it fits the device."""
-        size = TALL.block_m, TALL.block_k, TALL.num_stages, block_d, item_size, shared
-        filled = rows >= num_runs * TALL.block_m and group <= TALL.block_m
-        if item_size > 2 or not filled or block_v % values or not fits(*size, block_v=values):
+    def tall(block_k: int, values: int) -> RaggedTiles | None:
+        """Tall tiles with programs of `values` value channels, if runs fill them and they fit the device."""
+        if item_size > 2 or rows < num_runs * TALL or group > TALL or block_v % values:
             return None
-        return TALL._replace(value_parts=block_v // values)
+        for stages in (5, 3):
+            if fits(TALL, block_k, stages, block_d, item_size, shared, block_v=values):
+                return RaggedTiles(TALL, block_k, 8, stages, waves=1.1, value_parts=block_v // values)
+        return None
 
     if not exact:
-        if block_d > 256 and rows >= TALL_ROWS and (tiles := tall(256)):
+        if block_d > 256 and rows >= TALL_ROWS and (tiles := tall(32, 256)):
             return tiles
         any_order = fit_tiles(choose_paged_tiles(rows, block_d, item_size), block_d, item_size, shared)
         return RaggedTiles(max(any_order.block_m, fewest), *any_order[1:4], 0, any_order.waves)
     cut = choose_key_split(block_d, item_size, kv_heads)
     fills = rows * kv_heads >= FILLING_ROWS * multiprocessors
+    large = tall(cut.block_k, min(block_v, 256)) if fills else None
     tiles = RaggedTiles(32, cut.block_k, 4, 3)
     if item_size > 2:
         tiles = RaggedTiles(16, cut.block_k, 4 if block_d <= 256 else 8, 2)
-    elif rows > 256 and block_d <= 128:
-        tiles = RaggedTiles(64, cut.block_k, 4, 2 if block_d <= 64 else 3)
+    elif rows > 256 and block_d <= 64:
+        tiles = RaggedTiles(64, cut.block_k, 4, 2)
     elif rows > 256 and block_d <= 256:
         parts = 1 if fills or block_v % 128 else block_v // 128
-        tiles = (tall(block_v) if fills else None) or RaggedTiles(64, cut.block_k, 4, 3, value_parts=parts)
+        tiles = large or RaggedTiles(64, cut.block_k, 4, 3, value_parts=parts)
     elif rows > 256:
-        tiles = tall(256 if fills else 128) or RaggedTiles(32 if fills else 16, cut.block_k, 4, 3)
+        tiles = large or tall(cut.block_k, 128) or RaggedTiles(32 if fills else 16, cut.block_k, 4, 3)
     block_m, stages, values = max(tiles.block_m, fewest), tiles.num_stages, block_v // tiles.value_parts
     while stages > 1 and not fits(block_m, cut.block_k, stages, block_d, item_size, shared, block_v=values):
         stages -= 1
