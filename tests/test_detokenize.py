@@ -218,6 +218,28 @@ def test_a_tokenizer_that_rewrites_its_text_cannot_break_a_stream():
         assert "".join(deltas).lower() == "abcdefghi"
 
 
+def test_readers_of_one_output_decode_its_newest_tokens_once(monkeypatch):
+    """A stop string's search, the stream and the parser of calls each read the same tokens."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_pairs())
+    calls, decode = [], type(tokenizer).decode
+    counting = lambda self, ids, **how: calls.append(ids) or decode(self, ids, **how)  # noqa: E731
+    monkeypatch.setattr(type(tokenizer), "decode", counting)
+    ids, first, second = [65, 66, 67, 68], Detokenizer(tokenizer), Detokenizer(tokenizer)
+    for end in range(1, 5):
+        first.find_stop(ids[:end], ["never there"])
+        counted = len(calls)
+        assert second.stream(ids[:end], [], finished=False) == decode(tokenizer, ids[end - 1 : end])
+        assert len(calls) == counted > 0
+
+
+def test_a_token_that_is_added_later_has_its_text():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_pairs())
+    new = len(tokenizer)
+    assert Detokenizer(tokenizer).stream([new], [], finished=False) == ""
+    tokenizer.add_tokens(["<added>"])
+    assert Detokenizer(tokenizer).stream([new], [], finished=False) == "<added>"
+
+
 @pytest.mark.parametrize("stops", [[], ["never there"]])
 @pytest.mark.parametrize("name", ["byte-level", "llama", "word-piece-clean"])
 def test_reading_costs_the_same_for_every_token(name, stops, monkeypatch):

@@ -50,6 +50,14 @@ def test_one_clients_slow_prompts_leave_a_thread_for_others():
     pool.shutdown()
 
 
+def test_a_job_is_submitted_without_waiting_until_its_thread_runs(monkeypatch):
+    later = []
+    monkeypatch.setattr("_thread.start_new_thread", lambda *call: later.append(call))
+    job = FairPool(2, "test").submit(lambda: 7)
+    threading.Thread(None, later[0][0], "later", later[0][1]).start()
+    assert job.result(120) == 7
+
+
 def test_slow_prompts_of_clients_that_have_left_do_not_begin():
     pool = FairPool(2, "test")
     go, jobs = blocked(pool, 6, "slow")

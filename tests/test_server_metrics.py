@@ -17,6 +17,7 @@ import specdec.engine
 from specdec import Engine, EngineConfig, SpecConfig
 from specdec.gpu.captures import CaptureStats
 from specdec.runtime.engine_stats import EngineStats, PoolStats
+from specdec.runtime.request import Request
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.http import middleware
 from specdec.serving.logs import traffic_line
@@ -24,7 +25,7 @@ from specdec.serving.metrics import MetricsCollector, Snapshot, figures
 
 from inside import RequestStats, record_round
 from marks import deep_cases, examples
-from served_engine import until
+from served_engine import served, until
 from tiny_families import build_target
 
 
@@ -40,6 +41,23 @@ def metrics_after(engine: Engine, *calls: list[list[int]]) -> tuple[list[Sample]
 
     text, stats = asyncio.run(ask())
     return [each for family in text_string_to_metric_families(text.decode()) for each in family.samples], stats
+
+
+def test_only_a_stream_that_shows_figures_sums_them_for_each_chunk(
+    make_target, make_engine, pair_tokenizer, monkeypatch
+):
+    engine = make_engine(make_target("llama"), None, tokenizer=pair_tokenizer)
+    read, own = [], Request.stats.fget
+    monkeypatch.setattr(Request, "stats", property(lambda request: read.append(1) or own(request)))
+    reads = {}
+    with served(engine) as (url, _, _):
+        for continuous in (False, True):
+            asked = {"prompt": "a1b2", "max_tokens": 32, "ignore_eos": True, "stream": True}
+            asked["stream_options"] = {"include_usage": continuous, "continuous_usage_stats": continuous}
+            before = len(read)
+            text = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).text
+            reads[continuous] = (len(read) - before) / text.count("data: {")
+    assert reads[False] < 0.5 < 1 <= reads[True]
 
 
 def test_the_gauge_and_the_log_have_one_acceptance_length_which_leaves_out_rounds_without_drafts():

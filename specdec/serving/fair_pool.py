@@ -7,6 +7,7 @@ given up    jobs whose client has left or whose time is over: their future is ca
             client's: leaving and asking again does not get a client more threads
 """
 
+import _thread
 import asyncio
 import threading
 from collections import Counter, OrderedDict
@@ -68,7 +69,7 @@ class FairPool:
             begun = self._begin_next()
         job.add_done_callback(lambda _: self._unqueue(client, job))  # if it is cancelled
         if begun:
-            threading.Thread(target=self._work, args=(begun,), name=self._name, daemon=True).start()
+            _thread.start_new_thread(self._work, (begun,))  # `Thread.start` waits until the thread runs
         return job
 
     def shutdown(self) -> None:
@@ -104,6 +105,7 @@ class FairPool:
 
     def _work(self, begun: list[Begun]) -> None:
         """Run jobs while any may begin. They leave the list, which the thread keeps: it must not keep their data."""
+        threading.current_thread().name = self._name
         while begun:
             client, job, function = begun.pop()
             try:

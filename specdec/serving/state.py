@@ -109,7 +109,7 @@ class ServeState:
         return asked or names[0]
 
 
-def _state(request: Request) -> ServeState:
+async def _state(request: Request) -> ServeState:  # FastAPI would run a plain function on a thread
     state: ServeState = request.app.state.serve
     return replace(state, client=bearer_token(request.headers))
 

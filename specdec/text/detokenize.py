@@ -23,6 +23,8 @@ from specdec.text.stop_strings import cut_at_stop, find_first
 
 REPLACEMENT = "\ufffd"
 
+SHORT = 4
+"""Texts of up to this many tokens are cached: the readers of one output decode the same tokens, each a few times."""
 CLEANED = frozenset(" .?!,'ntmsver")
 """Characters in the patterns that `clean_up_tokenization_spaces` rewrites: no match spans any other character."""
 
@@ -157,10 +159,10 @@ class Detokenizer:
         before it ends.
         """
         unsettled = self._shown[self._known_len :]
-        now = len(tokens)
-        if self._seen == now or (not reach and self._in_byte_run(tokens, now)):
+        now, kinds = len(tokens), self._kinds()
+        if self._seen == now or (not reach and self._in_byte_run(tokens, now, kinds)):
             return unsettled
-        if self._kinds().special.issuperset(tokens[self._seen :]):
+        if kinds.special.issuperset(tokens[self._seen :]):
             self._seen = now  # decoding skips them: an output of only such tokens would be decoded whole each time
             return unsettled
         before, shown_before, self._seen = self._seen, self._shown, now
@@ -168,17 +170,17 @@ class Detokenizer:
         unsettled = self._shown[self._known_len :]
         # a replacement character followed by other text is no unfinished character
         followed = self._shown.startswith(shown_before) and len(self._shown) > len(shown_before)
-        if not self._shown.endswith(REPLACEMENT) and self._settles(tokens, now, self._shown):
+        if not self._shown.endswith(REPLACEMENT) and self._settles(tokens, now, self._shown, kinds):
             self._settle(now, self._shown, tokens, reach)
-        elif followed and self._settles(tokens, before, shown_before):
+        elif followed and self._settles(tokens, before, shown_before, kinds):
             self._settle(before, shown_before, tokens, reach)
         return unsettled
 
-    def _settles(self, tokens: Sequence[int], end: int, shown: str) -> bool:
+    def _settles(self, tokens: Sequence[int], end: int, shown: str, kinds: Kinds) -> bool:
         """Is `shown`, the text up to token `end`, new and final, except for an unfinished last character?"""
-        if len(shown) <= self._known_len or self._in_byte_run(tokens, end):
+        if len(shown) <= self._known_len or self._in_byte_run(tokens, end, kinds):
             return False
-        return not (self._kinds().cleans_up and shown[-1] in CLEANED)
+        return not (kinds.cleans_up and shown[-1] in CLEANED)
 
     def _settle(self, end: int, shown: str, tokens: Sequence[int], reach: int) -> None:
         """Settle the text up to token `end`; the tokens read last become the context of later decodes."""
@@ -190,9 +192,8 @@ class Detokenizer:
         self._known_len = len(known)
         self._shown = known if end == self._seen else self._decode(tokens[self._prefix : self._seen])
 
-    def _in_byte_run(self, tokens: Sequence[int], end: int) -> bool:
+    def _in_byte_run(self, tokens: Sequence[int], end: int, kinds: Kinds) -> bool:
         """Is the last token before `end`, skipped ones aside, a byte?"""
-        kinds = self._kinds()
         for at in range(end - 1, self._read - 1, -1) if kinds.byte else ():
             if tokens[at] not in kinds.special:
                 return tokens[at] in kinds.byte
@@ -216,16 +217,28 @@ class Detokenizer:
         return text + written[found.begin : found.end]
 
     def _kinds(self) -> Kinds:
-        tokenizer: Any = self.tokenizer
-        return _kinds(tokenizer, len(tokenizer) if hasattr(tokenizer, "__len__") else 0, self.written)
+        return _kinds(self.tokenizer, num_tokens(self.tokenizer), self.written)
 
     def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         assert self.tokenizer is not None
         if self.written and skip_special_tokens:
             special, skip_special_tokens = self._kinds().special, False
             ids = [token for token in ids if token not in special]
+        if len(ids) <= SHORT:
+            return _short_text(self.tokenizer, num_tokens(self.tokenizer), tuple(ids), skip_special_tokens)
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+
+def num_tokens(tokenizer: Any) -> int:
+    """Number of tokens: part of cache keys, since tokens may be added later."""
+    return len(tokenizer) if hasattr(tokenizer, "__len__") else 0
+
+
+@lru_cache(maxsize=1 << 14)
+def _short_text(tokenizer: Any, size: int, ids: tuple[int, ...], skip_special_tokens: bool) -> str:
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+    return text
 
 
 @lru_cache(maxsize=16)
@@ -270,6 +283,14 @@ class DraftColours:
 
 _BYTE = re.compile(r"<0[xX]([0-9a-fA-F]{2})>")  # of byte fallback; byte-level BPE has an alphabet
 _ALPHABET: dict[str, int] = {char: byte for byte, char in bytes_to_unicode().items()}
+
+
+@lru_cache(maxsize=64)
+def ids_of(tokenizer: Any, size: int, tokens: tuple[str, ...]) -> frozenset[int]:
+    """Ids of those of these tokens that the tokenizer has. Listing a large vocabulary takes 0.3 s. size: see
+    `num_tokens`."""
+    vocab = tokenizer.get_vocab() if tokens else {}
+    return frozenset(vocab[token] for token in tokens if token in vocab)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -12,16 +12,15 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.text.detokenize import REPLACEMENT, Detokenizer, token_bytes
+from specdec.text.detokenize import REPLACEMENT, Detokenizer, ids_of, num_tokens, token_bytes
 
 
 class TokenTexts:
     """One output. special: special tokens that are written out, although decoding would skip them."""
 
     def __init__(self, tokenizer: Any, special: Sequence[str] = (), stops: Sequence[str] = ()) -> None:
-        vocab = tokenizer.get_vocab() if special else {}
         self._tokenizer, self._stops = tokenizer, stops
-        self._reader = Detokenizer(tokenizer, frozenset(vocab[token] for token in special if token in vocab))
+        self._reader = Detokenizer(tokenizer, ids_of(tokenizer, num_tokens(tokenizer), tuple(special)))
         self._reach = max(map(len, stops), default=1)
         self._ids: list[int] = []
         self.begins: list[int] = []

@@ -125,7 +125,8 @@ class ChatTextAnswer(TextAnswer):
         return [_chunk(index, fields) | (details if at == 0 else {}) for at, fields in enumerate(deltas)]
 
     def _ended(self, index: int, delta: StreamDelta) -> list[dict[str, Any]]:
-        return [] if delta.output is None else [_chunk(index, {}, self.readers[index].finish_reason(delta.output))]
+        assert delta.output is not None
+        return [_chunk(index, {}, self.readers[index].finish_reason(delta.output))]
 
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         return chat_logprobs(self.tokenizer, logprobs)

@@ -97,7 +97,7 @@ class TextAnswer(ABC):
         """The choices of one delta's chunks. first: is it the first delta of this choice?"""
 
     def _ended(self, index: int, delta: StreamDelta) -> list[dict[str, Any]]:
-        """The choices of further chunks, after those of the delta: they may raise."""
+        """The choices of further chunks, after those of the last delta: they may raise."""
         return []
 
     @abstractmethod
@@ -137,11 +137,14 @@ class TextAnswer(ABC):
             unopened.discard(index)
             if first and (opening := await self._opening(index)) is not None:
                 yield head | opening | so_far([index])
-            for make_choices in (partial(self._grown, index, delta, first=first), partial(self._ended, index, delta)):
+            makers = [partial(self._grown, index, delta, first=first)]
+            if delta.output is not None:
+                makers.append(partial(self._ended, index, delta))
+            for make_choices in makers:
                 for choice in await off_loop(len(delta.token_ids), make_choices):
                     going_on -= choice["finish_reason"] is not None
                     last = {} if going_on or totals_follow else self._draft_counts()
-                    yield head | {"choices": [choice]} | so_far([index]) | last
+                    yield head | {"choices": [choice], **so_far([index]), **last}
         if totals_follow:
             yield head | {"choices": []} | self._totals()
 
@@ -150,6 +153,8 @@ class TextAnswer(ABC):
 
     def _figures(self, samples: Sequence[int], *, usage: bool) -> dict[str, Any]:
         """Usage of these samples, and the effect of speculation if requested."""
+        if not (usage or self.body.show_drafts):
+            return {}
         stats = [self.streams.handles[index].stats for index in samples]
         prompts = [self.prompts[number] for number in dict.fromkeys(index // self.n for index in samples)]
         found = {"usage": self._usage(prompts, stats)} if usage else {}
