@@ -111,12 +111,13 @@ def test_a_format_of_texts_leaves_room_for_calls(path, form, reciter):
     """Agents with an output type ask for both; no call was possible, though every model's own calls are no JSON."""
     asks = {"type": "json_object"}
     if form == "schema":
-        answer = {"name": "answer", "schema": of(PLACE)}
+        answer = {"name": "answer", "schema": of(PLACE, **DRAFT_7) | {"x-guidance": {"key_separator": ": "}}}
         asks = {"type": "json_schema"} | (answer if path == "responses" else {"json_schema": answer})
     more = {"text": {"format": asks}} if path == "responses" else {"response_format": asks}
 
     def read(text):
-        said = asked(reciter, path, text, tools=[tool("f", of(NUMBER)), tool("g", of(NUMBER))], **more)
+        other = {"not": {"required": ["x"]}}  # which no grammar can follow
+        said = asked(reciter, path, text, tools=[tool("f", other), tool("g", of(NUMBER))], **more)
         if said.status_code != 200:
             return "refused"
         if path == "responses":

@@ -2,7 +2,7 @@
 
 tool_choice    "none"           "auto"                     "auto", a JSON format     "required", or a tool by name
 template       nothing          the tools                  the tools                 the tools
-grammar        the format's     none                       the format, or one call   one call, as a JSON object
+grammar        the format's     none                       that, or a call           one call, as a JSON object
 parsed as      content          the model's own format     a call if it is one       that object
 
 The grammar is the JSON schema of an answer that calls one of several tools: {"name": ..., "arguments": {...}}. A tool's
@@ -25,7 +25,7 @@ from specdec.serving.tools.tool_parsers import PARSERS
 from specdec.text.prompts import template_text
 
 ADDRESS = "https://tools.invalid/{}/"
-"""Address of a tool's parameters, by number. Nothing is fetched from it."""
+"""Address of a tool's parameters, by number, and of a format. Nothing is fetched from it."""
 OPEN_ENDED = {
     *("additionalProperties", "patternProperties", "unevaluatedProperties"),
     *("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef"),
@@ -73,13 +73,30 @@ class ToolChoice:
     @property
     def grammar(self) -> dict[str, Any] | None:
         """The grammar, if the answer must be a call, or may be one and has a format otherwise."""
-        tools = self._forced or [tool.function for tool in self.tools if self._format is not None]
-        return {"json_schema": call_schema(tools, self._format)} if tools else None
+        if self._forced:
+            return {"json_schema": call_schema(self._forced)}
+        if self._format is None:
+            return None
+        return {"json_schema": call_or(self._format, [tool.function.name for tool in self.tools])}
 
 
-def call_schema(tools: Sequence[Function], other: dict[str, Any] | None = None) -> dict[str, Any]:
+def call_or(other: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The schema of an answer that has another schema or calls a tool. As always with "auto", arguments may be any
+    object."""
+    call = {
+        "type": "object",
+        "properties": {"name": {"enum": list(names)}, "arguments": {"type": "object"}},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+    other = dict(other)
+    options = {"x-guidance": other.pop("x-guidance")} if "x-guidance" in other else {}  # of the whole grammar
+    return {"anyOf": [call, _document(other, 0)], **options}
+
+
+def call_schema(tools: Sequence[Function]) -> dict[str, Any]:
     """The schema of a call of one of these tools. Calls are one line, since a small model would fill more lines with
-    spaces. other: the schema of an answer that is no call; None: there must be one.
+    spaces.
 
     Raises ApiError if parameters accept no object, or if two tools' schemas have the same address.
     """
@@ -98,8 +115,6 @@ def call_schema(tools: Sequence[Function], other: dict[str, Any] | None = None) 
             if (owner := owners.setdefault(address, tool)) is not tool:
                 message = f"tools {owner.name} and {tool.name} both have a schema with $id={shown(address)}"
                 raise refused("tools", f"{message}; give each its own, or leave them out", "invalid_value")
-    if other is not None:
-        calls.append(_document(other, len(tools)))
     return (calls[0] if len(calls) == 1 else {"anyOf": calls}) | {"x-guidance": ONE_LINE}
 
 
