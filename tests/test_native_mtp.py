@@ -368,7 +368,7 @@ def test_modules_copied_beside_a_model_are_found(published: Any, tmp_path: Path)
         save_file(content, tmp_path / f"{name}.safetensors", metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
     (tmp_path / INDEX).write_text(json.dumps(index))
-    assert drafts_are_published(engine_of(tmp_path, spec=CHAIN), made, texts(1, (5,)), 8, 4)
+    assert drafts_are_published(engine_of(tmp_path, spec=CHAIN), made, texts(1, (5,)), 2, 4)
 
 
 FIRST = "mtp__layers__0__"
@@ -427,7 +427,7 @@ def test_a_module_has_the_embedding_and_the_head_under_mtp(published: Any, tmp_p
     rewritten(made, tmp_path, mtp__embed_tokens__weight=own[EMBED], mtp__lm_head__weight=own[HEAD], **tables)
     [(parts, block)] = made.modules
     made = made._replace(folder=tmp_path, modules=[(parts | own, block)])
-    assert drafts_are_published(engine_of(made, spec=CHAIN), made, texts(1, (5,)), 8, 4)
+    assert drafts_are_published(engine_of(made, spec=CHAIN), made, texts(1, (5,)), 2, 4)
 
 
 def test_a_module_that_is_missing_between_others_is_named(published: Any, tmp_path: Path) -> None:
