@@ -83,15 +83,9 @@ class ToolChoice:
 def call_or(other: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """The schema of an answer that has another schema or calls a tool. As always with "auto", arguments may be any
     object."""
-    call = {
-        "type": "object",
-        "properties": {"name": {"enum": list(names)}, "arguments": {"type": "object"}},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
     other = dict(other)
     options = {"x-guidance": other.pop("x-guidance")} if "x-guidance" in other else {}  # of the whole grammar
-    return {"anyOf": [call, _document(other, 0)], **options}
+    return {"anyOf": [_call({"enum": list(names)}, {"type": "object"}), _document(other, 0)], **options}
 
 
 def call_schema(tools: Sequence[Function]) -> dict[str, Any]:
@@ -103,19 +97,23 @@ def call_schema(tools: Sequence[Function]) -> dict[str, Any]:
     calls, owners = [], dict[str, Function]()
     schemas = [_arguments(tool, number) for number, tool in enumerate(tools)]
     for number, (tool, schema) in enumerate(zip(tools, schemas, strict=True)):
-        call = {
-            "type": "object",
-            "properties": {"name": {"const": tool.name}, "arguments": schema},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        calls.append(call)
+        calls.append(_call({"const": tool.name}, schema))
         own = (value for key, value in members(schema) if key == "$id" and isinstance(value, str))
         for address in (_address(value, number) for value in own):
             if (owner := owners.setdefault(address, tool)) is not tool:
                 message = f"tools {owner.name} and {tool.name} both have a schema with $id={shown(address)}"
                 raise refused("tools", f"{message}; give each its own, or leave them out", "invalid_value")
     return (calls[0] if len(calls) == 1 else {"anyOf": calls}) | {"x-guidance": ONE_LINE}
+
+
+def _call(name: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a call, from those of its two members."""
+    return {
+        "type": "object",
+        "properties": {"name": name, "arguments": arguments},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
 
 
 def _arguments(tool: Function, number: int) -> dict[str, Any]:
