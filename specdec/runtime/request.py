@@ -4,15 +4,15 @@ import copy
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specdec.config import SamplingParams, SpecConfig
-from specdec.errors import RequestFailedError, SpecDecError, error_summary, faults_go_to, is_fault
+from specdec.errors import RequestFailedError, SpecDecError, error_summary, is_fault
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.prompts.prompt_scores import PromptLogProbs
 from specdec.runtime.request_output import GenerationOutput, RequestStats, RowTotals, StreamDelta
@@ -298,8 +298,7 @@ class Request:
         settled, first = self.settled, len(self.prompt)
         end, finished = settled.num_tokens, bool(settled.finish_reason)
         new = slice(first + start, end)
-        with faults_go_to(_raise_failed):
-            text = reader.stream(TokenView(self._tokens, first, end), self.stops, finished=finished)
+        text = _decoded(reader.stream, TokenView(self._tokens, first, end), self.stops, finished=finished)
         return StreamDelta(
             text,
             self._tokens[new],
@@ -310,8 +309,7 @@ class Request:
 
     def output(self, reader: Detokenizer | None = None) -> GenerationOutput:
         """The whole output. Raises RequestFailedError if the tokenizer raises."""
-        with faults_go_to(_raise_failed):
-            text = (reader or self.detokenizer).final_text(self.output_ids, self.stops)
+        text = _decoded((reader or self.detokenizer).final_text, self.output_ids, self.stops)
         return GenerationOutput(
             prompt_token_ids=list(self.prompt),
             token_ids=self.output_ids,
@@ -340,5 +338,11 @@ def _failed(called: str, error: BaseException) -> RequestFailedError:
     return RequestFailedError(f"the {called} raised an error in this request: {error_summary(error)}")
 
 
-def _raise_failed(error: BaseException) -> NoReturn:
-    raise _failed("tokenizer", error) from error
+def _decoded(decode: Callable[..., str], *args: Any, **options: Any) -> str:
+    """Decode tokens. Raises RequestFailedError if the tokenizer raises."""
+    try:
+        return decode(*args, **options)
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        raise _failed("tokenizer", error) from error
