@@ -28,7 +28,8 @@ from specdec.draft_models.checkpoints.checkpoint_files import COUNT, FLAG, INDEX
 from specdec.draft_models.checkpoints.config_reader import Config, Format, HeadFiles, Key, read_settings, read_windows
 from specdec.kvcache.layout import KVLayout
 
-AUX_IDS, OUTPUT_IDS = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
+AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+OUTPUT_IDS = "target_layer_ids"
 EAGLE_CONFIG, LAYER_CONFIG, DFLASH_CONFIG = "eagle_config", "transformer_layer_config", "dflash_config"
 QWEN3_TYPES, GEMMA4_TYPES = ("qwen3",), ("gemma4_text", "gemma4_unified_text")
 HF_BLOCK_TYPES, SPECULATORS_BLOCK_TYPES = ("muse_glimmer_assistant",), ("dflash", "dspark")

@@ -28,8 +28,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles that may be given to any template; a template raises for roles that it does not support."""
 A_LIST = 'a list of messages {"role": ..., "content": ...} is expected'
 NONE_CONTENT = re.compile(r"""\bcontent["']?\]? +(is +(not +)?|[=!]= *)[nN]one\b""")
-TRIAL_TEXT, TRIAL_KEY = "qzxw", "xqzj"
-"""Words that occur in no template: the text of a trial message, and a key of its part that templates ignore."""
+TRIAL_TEXT = "qzxw"
+"""The text of a trial message: a word that no template contains."""
+TRIAL_KEY = "xqzj"
+"""A key of the trial message's part: no template reads it."""
 INSTEAD_OF_CONTENT = ("tool", "function", "reasoning", "thinking")
 """Prefixes of keys with which a message needs no content."""
 

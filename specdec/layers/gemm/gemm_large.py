@@ -21,7 +21,11 @@ GROUP = 8
 BLOCK_K = 64
 """Columns of a tile."""
 
-LARGE, SMALL = Tiles(256, 128, BLOCK_K, 8, 4, 256), Tiles(128, 128, BLOCK_K, 8, 4, 128)
+LARGE = Tiles(256, 128, BLOCK_K, 8, 4, 256)
+"""256 rows of the weight and 128 of x: the fastest if its programs fill all waves."""
+
+SMALL = Tiles(128, 128, BLOCK_K, 8, 4, 128)
+"""Half as many rows of the weight, so that fewer multiprocessors idle in the last wave."""
 
 LARGE_TIME = 7 / 4
 """Time of a LARGE tile, in SMALL ones."""
