@@ -12,7 +12,7 @@ from bench.report import Row
 from specdec.engine import Engine
 from specdec.errors import error_summary
 from specdec.gpu.ranks import map_tensors
-from specdec.kvcache.fp8_pool import E4M3, Fp8Pool
+from specdec.kvcache.fp8_pool import Fp8Pool
 from specdec.kvcache.layout import ByGroup
 
 DTYPES = {"bf16": (torch.bfloat16, 1e-2), "fp16": (torch.float16, 2e-3), "fp32": (torch.float32, 2e-6)}
@@ -57,7 +57,7 @@ def in_float64(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     def exact(value: Any) -> Any:
         if isinstance(value, Fp8Pool):
-            return value.bits.view(E4M3).double() * value.scales.double()[..., None]
+            return value.numbers().double() * value.scales.double()[..., None]
         return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
     return cast(dict[str, Any], map_tensors(dict(arguments), exact, Fp8Pool))

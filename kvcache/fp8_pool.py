@@ -11,9 +11,16 @@ Kernels decode the bits exactly (`from_e4m3`) and multiply the score of a key, a
 in float32: one multiplication per key, not per number. A reader loads two neighbours of a row as one int16, and
 computes one product for even and one for odd numbers. With 8-bit operands, Triton would add channels in different
 orders in small and in large tiles, and would read V number by number.
+
+The 16 bits of such a pair are stored in an order for which bfloat16 needs few instructions:
+
+    bit     15 | 14 13 12 | 11 | 10  9  8  7  6  5  4 |  3  2  1  0
+    even   sign|          |    |      magnitude       |                 one mask: sign and magnitude are in place
+    odd        | high bits|sign|                      |low magnitude    shifts by 4 to the left and to the right
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -29,7 +36,7 @@ E4M3_MAX = 448.0
 class Fp8Pool:
     """Rows [slots, heads, D] in 8 bits. It replaces a tensor of `dtype` and has the tensor methods that pools use.
 
-    bits: [slots, heads, D] uint8, e4m3. scales: [slots, heads] float32.
+    bits: [slots, heads, D] uint8, e4m3 numbers in pairs (above), so D is even. scales: [slots, heads] float32.
     """
 
     bits: torch.Tensor
@@ -57,12 +64,26 @@ class Fp8Pool:
         rows = rows.float()
         largest = rows.abs().amax(-1)
         scales = torch.where(largest == 0, 1.0, largest / E4M3_MAX)
-        self.bits.index_copy_(dim, slots, (rows / scales[..., None]).to(E4M3).view(torch.uint8))
+        self.bits.index_copy_(dim, slots, _paired((rows / scales[..., None]).to(E4M3).view(torch.uint8)))
         self.scales.index_copy_(dim, slots, scales)
+
+    def numbers(self) -> torch.Tensor:
+        """All rows without their scales, [slots, heads, D] float32."""
+        pairs = self.bits.view(torch.int16).int()
+        even = (pairs >> 4 & 0x7F) | (pairs >> 8 & 0x80)
+        odd = (pairs & 0x0F) | (pairs >> 8 & 0x70) | (pairs >> 4 & 0x80)
+        return torch.stack((even, odd), -1).flatten(-2).to(torch.uint8).view(E4M3).float()
 
     def read(self) -> torch.Tensor:
         """All rows [slots, heads, D] in `dtype`."""
-        return (self.bits.view(E4M3).float() * self.scales[..., None]).to(self.dtype)
+        return (self.numbers() * self.scales[..., None]).to(self.dtype)
+
+
+def _paired(bits: torch.Tensor) -> torch.Tensor:
+    """Put the bits of pairs of e4m3 numbers [..., D] uint8 in their order in a pool."""
+    even, odd = bits.int().unflatten(-1, (-1, 2)).unbind(-1)
+    pairs = (even & 0x80) << 8 | (even & 0x7F) << 4 | (odd & 0x70) << 8 | (odd & 0x80) << 4 | odd & 0x0F
+    return pairs.to(torch.int16).view(torch.uint8)
 
 
 FieldPool = torch.Tensor | Fp8Pool
@@ -92,29 +113,36 @@ def tensors_of(pool: FieldPool) -> tuple[torch.Tensor, ...]:
 IN_PTX = tl.constexpr(not INTERPRETED)
 FULL_SCALE = tl.constexpr(E4M3_MAX)
 
-# Widens the low or the high number of each of two pairs. Sign and magnitude move to bfloat16's sign and the low end of
-# its exponent; this gives 2^-120 times the number, subnormals included. fma, since bfloat16 mul needs sm_90.
-_TWO = """{
-    .reg .b32 a, b, m, z;
-    mov.b32 m, 0x7b807b80;
-    mov.b32 z, 0x80008000;
-    and.b32 b, %s, 0x80008000;
-    %s
-    lop3.b32 a, a, 0x07f007f0, b, 0xea;
-    fma.rn.bf16x2 $0, a, m, z;
-}"""
-LOW_TO_BF16 = tl.constexpr(_TWO.replace("and.b32 b, %s", "shl.b32 a, $1, 8;\n    and.b32 b, a") % "shl.b32 a, $1, 4;")
-HIGH_TO_BF16 = tl.constexpr(_TWO % ("$1", "shr.u32 a, $1, 4;"))
+# Widen the even or the odd numbers of two pairs: sign and magnitude are moved to bfloat16's sign and the low end of its
+# exponent, which gives 2^-120 times the number, subnormals included.
+EVEN_TO_BF16 = tl.constexpr("and.b32 $0, $1, 0x87f087f0;")
+ODD_TO_BF16 = tl.constexpr("""{
+    .reg .b32 a, b;
+    shl.b32 a, $1, 4;
+    and.b32 a, a, 0x80f080f0;
+    shr.u32 b, $1, 4;
+    lop3.b32 $0, b, 0x07000700, a, 0xea;
+}""")
+
+
+@triton.constexpr_function
+def raised(dtype: Any) -> float:
+    """Root of the factor that `from_e4m3` leaves out in this dtype. Queries and weights take it once, sums of products
+    once more: so neither over- nor underflows, and both are exact."""
+    return 2.0**60 if IN_PTX.value and dtype.is_bf16() else 1.0
 
 
 @triton.jit
 def from_e4m3(b_pairs: tl.tensor, DTYPE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Decode int16 pairs exactly -> the even and the odd numbers of a row. Pools hold no NaN."""
+    """Decode int16 pairs exactly -> the even and the odd numbers of a row over the square of `raised`. Pools hold no
+    NaN."""
     if IN_PTX and DTYPE.is_bf16():
-        b_even = tl.inline_asm_elementwise(LOW_TO_BF16, "=r,r", [b_pairs], dtype=tl.bfloat16, is_pure=True, pack=2)
-        b_odd = tl.inline_asm_elementwise(HIGH_TO_BF16, "=r,r", [b_pairs], dtype=tl.bfloat16, is_pure=True, pack=2)
+        b_even = tl.inline_asm_elementwise(EVEN_TO_BF16, "=r,r", [b_pairs], dtype=tl.bfloat16, is_pure=True, pack=2)
+        b_odd = tl.inline_asm_elementwise(ODD_TO_BF16, "=r,r", [b_pairs], dtype=tl.bfloat16, is_pure=True, pack=2)
     else:
-        b_even, b_odd = _widened(b_pairs.to(tl.int32)).to(DTYPE), _widened(b_pairs.to(tl.int32) >> 8).to(DTYPE)
+        b_bits = b_pairs.to(tl.int32)
+        b_even = _widened((b_bits >> 4 & 0x7F) | (b_bits >> 8 & 0x80)).to(DTYPE)
+        b_odd = _widened((b_bits & 0x0F) | (b_bits >> 8 & 0x70) | (b_bits >> 4 & 0x80)).to(DTYPE)
     return b_even, b_odd
 
 
@@ -138,15 +166,19 @@ def _to_e4m3(b_x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _round_row(
-    p_row: tl.tensor, p_bits: tl.tensor, p_scale: tl.tensor, s_dim: tl.tensor, o_d: tl.tensor, DIM: tl.constexpr
+    p_row: tl.tensor, p_pairs: tl.tensor, p_scale: tl.tensor, s_dim: tl.tensor, DIM: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
+    o_d, o_pair = tl.arange(0, BLOCK), tl.arange(0, BLOCK // 2)
     m_d = o_d < DIM
     b_row = tl.load(p_row + o_d * s_dim, mask=m_d, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(b_row), 0)
     largest = tl.where(tl.max((b_row != b_row).to(tl.int32), 0) > 0, float("nan"), largest)
     scale = tl.where(largest == 0.0, 1.0, tl.div_rn(largest, FULL_SCALE))
     b_bits = _to_e4m3(tl.div_rn(b_row, tl.zeros_like(b_row) + scale))
-    tl.store(p_bits + o_d, b_bits.to(tl.uint8), mask=m_d)
+    b_even, b_odd = tl.split(tl.reshape(b_bits, [BLOCK // 2, 2]))
+    b_even = (b_even & 0x80) << 8 | (b_even & 0x7F) << 4
+    b_odd = (b_odd & 0x70) << 8 | (b_odd & 0x80) << 4 | b_odd & 0x0F
+    tl.store(p_pairs + o_pair, (b_even | b_odd).to(tl.int16), mask=o_pair < DIM // 2)
     tl.store(p_scale, scale)
 
 
@@ -155,7 +187,7 @@ def _store_fp8_kernel(
     p_k: tl.tensor,  # [T, Hkv, D]
     p_v: tl.tensor,  # [T, Hkv, DV]
     p_slots: tl.tensor,  # [T]
-    p_pool_k: tl.tensor,  # [slots, Hkv, D] uint8
+    p_pool_k: tl.tensor,  # [slots, Hkv, D / 2] pairs
     p_pool_v: tl.tensor,
     p_scale_k: tl.tensor,  # [slots, Hkv]
     p_scale_v: tl.tensor,
@@ -172,17 +204,19 @@ def _store_fp8_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     i_t, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    o_d = tl.arange(0, BLOCK)
     o_head = tl.load(p_slots + i_t * s_slots).to(tl.int64) * HEADS + i_h
-    _round_row(p_k + i_t * s_k_t + i_h * s_k_h, p_pool_k + o_head * K_DIM, p_scale_k + o_head, s_k_d, o_d, K_DIM)
-    _round_row(p_v + i_t * s_v_t + i_h * s_v_h, p_pool_v + o_head * V_DIM, p_scale_v + o_head, s_v_d, o_d, V_DIM)
+    p_pool_k += o_head * (K_DIM // 2)
+    p_pool_v += o_head * (V_DIM // 2)
+    _round_row(p_k + i_t * s_k_t + i_h * s_k_h, p_pool_k, p_scale_k + o_head, s_k_d, K_DIM, BLOCK)
+    _round_row(p_v + i_t * s_v_t + i_h * s_v_h, p_pool_v, p_scale_v + o_head, s_v_d, V_DIM, BLOCK)
 
 
 def store_fp8(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: Fp8Pool, pool_v: Fp8Pool) -> None:
     """Round k [T, Hkv, D] and v [T, Hkv, DV], of any strides, and store them at slots [T]."""
     num_tokens, num_heads, head_dim = k.shape
+    (pairs_k, scales_k), (pairs_v, scales_v) = map(numbers_and_scales, (pool_k, pool_v))
     _store_fp8_kernel[(num_tokens, num_heads)](
-        *(k, v, slots, pool_k.bits, pool_v.bits, pool_k.scales, pool_v.scales),
+        *(k, v, slots, pairs_k, pairs_v, scales_k, scales_v),
         *(*k.stride(), *v.stride(), slots.stride(0)),
         HEADS=num_heads,
         K_DIM=head_dim,

@@ -40,6 +40,15 @@ def test_a_row_is_rounded_by_its_own_largest_number() -> None:
     assert small == [[448 * 2**-20, 16 * 2**-20, -9 * 2**-20, 0.0]]
 
 
+def test_a_pair_is_stored_in_the_order_that_kernels_decode() -> None:
+    """448 is 0 1111 110, 1/64 is 0 0001 000, and a sign is the first bit: magnitudes of even numbers stay together."""
+    pool = Fp8Pool.zeros(3, 1, 2, torch.float32, CPU)
+    pool.index_copy_(0, torch.arange(3), torch.tensor([[[448.0, 0.0]], [[-448.0, 448.0]], [[448.0, -1 / 64]]]))
+    pairs = [f"{pair & 0xFFFF:016b}" for pair in pool.bits.view(torch.int16).flatten().tolist()]
+    assert pairs == ["0000011111100000", "1111011111101110", "0000111111101000"]
+    assert pool.numbers().flatten().tolist() == [448.0, 0.0, -448.0, 448.0, 448.0, -1 / 64]
+
+
 def test_a_row_depends_on_no_other_row_or_head() -> None:
     torch.manual_seed(0)
     rows = torch.randn(5, 3, 16) * torch.tensor([1e-3, 1.0, 1e3, 5.0, 0.1])[:, None, None]

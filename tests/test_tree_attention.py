@@ -24,6 +24,7 @@ from attention_scene import (
     taken,
 )
 
+from specdec.attention.kernels import tree_attention as module
 from specdec.attention.kernels.own_keys import ALIGN, own_keys, reference_own_keys
 from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.kernels.tree_attention import (
@@ -62,8 +63,8 @@ def run_plain(args: dict[str, Any]) -> torch.Tensor:
 
 
 def folded(args: dict[str, Any]) -> torch.Tensor:
-    """Attention by the kernels, in half tiles, one program folding all splits of its rows."""
-    return run(args, tiles=RowTiles(16, 4, 1, 8, True))
+    """Attention by the kernels, in half empty tiles of few rows, one program folding all splits of its rows."""
+    return run(args, tiles=RowTiles(8, 4, 1, 4, True))
 
 
 Run = Callable[[dict[str, Any]], torch.Tensor]
@@ -140,7 +141,16 @@ def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(window:
     args = lay_out(requests, window=window, page_size=4)
     fp8 = {name: rounded(args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
     expected = run(args | {name: pool.read() for name, pool in fp8.items()})
-    torch.testing.assert_close(run(args | fp8), expected, atol=1e-5, rtol=1e-5)
+    for attend_by in (run, folded):
+        torch.testing.assert_close(attend_by(args | fp8), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_scales_of_8_bit_values_are_in_v_itself_in_float16() -> None:
+    """Where V is transposed, so are its scales."""
+    args = lay_out([request(20, 3, seed=n, heads=(4, 2), head_dim=24, v_dim=12) for n in (1, 2)])
+    args |= {name: args[name].half() for name in ("query", "pool_k", "pool_v")}
+    args |= {name: rounded(args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
+    torch.testing.assert_close(folded(args), run(args), atol=1e-3, rtol=1e-3)
 
 
 @PATHS
@@ -371,18 +381,47 @@ def test_many_heads_have_longer_splits() -> None:
     assert {choose_key_split(128, 2, heads) for heads in (1, 8)} == {KeySplit(64, 256)}
 
 
-def test_two_warps_decode_keys_of_8_bits() -> None:
-    """They need a fifth fewer instructions than four, where programs are many; a lone request waits for latency."""
-    for fp8, heads, warps in ((True, 64, 2), (False, 64, 4), (True, 8, 4)):
-        assert choose_rows(4, heads, 128, 2, is_tree=False, fp8=fp8).num_warps == warps
+def test_tiles_of_decoding_rows() -> None:
+    """Of 8 rows: two warps decode keys of 8 bits and serve few programs, one serves many. Full ones for a lone request
+    over 128 channels in 16 bits."""
+    decode: dict[str, Any] = {"item_size": 2, "is_tree": False, "windowed": False}
+    for fp8, heads, tiles in (
+        (True, 64, RowTiles(8, 2, 5)),
+        (False, 64, RowTiles(8, 1, 5)),
+        (True, 256, RowTiles(8, 1, 2)),
+        (True, 8, RowTiles(8, 2, 5)),
+        (False, 8, RowTiles(16, 8, 5)),
+    ):
+        assert choose_rows(4, heads, 128, fp8=fp8, **decode) == tiles
+    assert choose_rows(8, 64, 256, fp8=True, **decode).num_warps == 1
+    assert choose_rows(8, 64, 256, fp8=True, **decode | {"windowed": True}).num_warps == 4
+    assert choose_rows(9, 64, 128, fp8=True, **decode).block_m == 16
+    assert choose_rows(4, 64, 128, fp8=False, **decode | {"item_size": 4}).block_m == 16
 
 
 def test_tiles_of_many_programs_hold_a_chain_or_the_rows_of_few_paths() -> None:
     """Tiles of 64 rows where a chain fills them, of 16 for trees; a warp for 128 channels."""
-    tall = {"item_size": 2, "fp8": False}
+    tall: dict[str, Any] = {"item_size": 2, "fp8": False, "windowed": False}
     assert choose_rows(40, 256, 128, is_tree=False, **tall) == RowTiles(64, 4, 3)
     assert choose_rows(40, 256, 128, is_tree=True, **tall) == RowTiles(16, 1, 3)
-    assert [choose_rows(4, 512, width, is_tree=False, **tall).num_warps for width in (128, 256, 512)] == [1, 2, 4]
+    assert [choose_rows(12, 512, width, is_tree=False, **tall).num_warps for width in (128, 256, 512)] == [1, 2, 4]
+
+
+def test_a_program_takes_several_splits_only_where_programs_are_many(monkeypatch) -> None:
+    """18 splits: one each for a lone request, at least 16 programs for any number of requests."""
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    monkeypatch.setattr(module, "attend_kernel", Kernel())
+    monkeypatch.setattr(module, "merge_kernel", {(2 * batch,): lambda *_, **__: None for batch in (1, 300)})
+    for batch in (1, 300):
+        args = lay_out([request(300 if i == 0 else 1, 1, [-1], heads=(2, 1)) for i in range(batch)])
+        run(args, cut=KeySplit(16, 16), tiles=RowTiles(16, 1, 1, None, False))
+    assert [grid[2] for grid in grids] == [18, 16]
 
 
 def test_row_tiles_shrink_until_they_fit_the_shared_memory_and_the_cut_does_not() -> None:

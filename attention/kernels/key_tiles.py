@@ -3,6 +3,10 @@
 Their online softmaxes differ on purpose. `paged_attention` adds a tile's weights in an order that depends on the
 register layout, and merges splits 16 at a time. `tree_attention` adds weights by a matrix product and folds splits one
 by one, so that a row's bits depend neither on the layout nor on the number of splits.
+
+The tensor core's M operand has at least 16 rows, its N operand 8. So in tiles of at most FEW_ROWS rows, keys and value
+channels are M and rows are N: half of the products and registers, with the same bits. Loaded values and sums over them
+are then transposed.
 """
 
 from typing import NamedTuple
@@ -10,9 +14,10 @@ from typing import NamedTuple
 import torch
 
 from specdec.gpu.triton_shim import tl, triton
-from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, from_e4m3
+from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, from_e4m3, raised
 
 LOG2E = tl.constexpr(1.4426950408889634)
+FEW_ROWS = tl.constexpr(8)
 NOWHERE = tl.constexpr(1 << 30)  # after all keys, yet far enough from overflow for a loop's prefetch
 
 
@@ -37,45 +42,66 @@ def parts_of(b_q: tl.tensor, ROUNDED: tl.constexpr) -> tl.tuple:
     fp8. K and V come in the same parts."""
     parts = (b_q,)
     if ROUNDED:
-        parts = tl.split(tl.reshape(b_q, [b_q.shape[0], b_q.shape[1] // 2, 2]))
+        b_raised = (b_q.to(tl.float32) * raised(b_q.dtype)).to(b_q.dtype)
+        parts = tl.split(tl.reshape(b_raised, [b_q.shape[0], b_q.shape[1] // 2, 2]))
     return parts
 
 
 @triton.jit
 def zero_parts(BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, ROUNDED: tl.constexpr) -> tl.tuple:
-    """Accumulator for products with V: [BM, BV], or two parts [BM, BV / 2]."""
-    parts: tl.tuple = (tl.zeros([BLOCK_M, BLOCK_V], tl.float32),)
+    """Accumulator for products with V: [BM, BV], or two parts [BM, BV / 2]; transposed if there are FEW_ROWS."""
+    WIDTH: tl.constexpr = BLOCK_V // 2 if ROUNDED else BLOCK_V
+    b_part = tl.zeros([WIDTH, BLOCK_M] if BLOCK_M <= FEW_ROWS else [BLOCK_M, WIDTH], tl.float32)
+    parts: tl.tuple = (b_part,)
     if ROUNDED:
-        b_half = tl.zeros([BLOCK_M, BLOCK_V // 2], tl.float32)
-        parts = (b_half, b_half)
+        parts = (b_part, b_part)
     return parts
 
 
 @triton.jit
-def join_parts(parts: tl.tuple) -> tl.tensor:
-    """Undo `parts_of`: [BM, BV]."""
+def join_parts(parts: tl.tuple, BLOCK_M: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
+    """The sum of an accumulator of products with V of this dtype, [BM, BV]."""
     b_x = parts[0]
     if len(parts) == 2:
-        b_x = tl.interleave(parts[0], parts[1])
+        b_x = tl.join(parts[0], parts[1]) * raised(DTYPE)  # [BM, BV / 2, 2]
+        if BLOCK_M <= FEW_ROWS:
+            b_x = tl.permute(b_x, (1, 0, 2))
+        b_x = tl.reshape(b_x, (BLOCK_M, b_x.shape[1] * 2))
+    elif BLOCK_M <= FEW_ROWS:
+        b_x = tl.trans(b_x)
     return b_x
+
+
+@triton.jit
+def multiply_rows(b_rows: tl.tensor, b_x: tl.tensor, b_sum: tl.tensor) -> tl.tensor:
+    """b_sum [BM, N] (None: 0) + the product of b_rows [BM, K] and b_x [K, N]. If there are FEW_ROWS, sums and b_x are
+    transposed."""
+    if b_rows.shape[0] <= FEW_ROWS:
+        b_sum = tl.dot(b_x, tl.trans(b_rows), b_sum, input_precision="ieee")
+    else:
+        b_sum = tl.dot(b_rows, b_x, b_sum, input_precision="ieee")
+    return b_sum
 
 
 @triton.jit
 def scores_of(b_q: tl.tuple, b_k: tl.tuple) -> tl.tensor:
     """Products [BM, BK] of queries [BM, BD] and keys [BK, BD]."""
-    b_s = tl.dot(b_q[0], tl.trans(b_k[0]), input_precision="ieee")
+    FEW: tl.constexpr = b_q[0].shape[0] <= FEW_ROWS
+    b_s = multiply_rows(b_q[0], b_k[0] if FEW else tl.trans(b_k[0]), None)
     if len(b_k) == 2:
-        b_s = tl.dot(b_q[1], tl.trans(b_k[1]), b_s, input_precision="ieee")
-    return b_s
+        b_s = multiply_rows(b_q[1], b_k[1] if FEW else tl.trans(b_k[1]), b_s)
+    return tl.trans(b_s) if FEW else b_s
 
 
 @triton.jit
 def add_values(b_acc: tl.tuple, b_decay: tl.tensor, b_p: tl.tensor, b_v: tl.tuple) -> tl.tuple:
-    """b_acc [BM, BV] * b_decay [BM, 1] + the product of weights b_p [BM, BK] and values [BK, BV]."""
-    b_first = tl.dot(b_p, b_v[0], b_acc[0] * b_decay, input_precision="ieee")
+    """b_acc * b_decay [BM, 1] + the product of weights b_p [BM, BK] and values, as `zero_parts` and `load_values` make
+    them."""
+    b_factor = tl.trans(b_decay) if b_p.shape[0] <= FEW_ROWS else b_decay
+    b_first = multiply_rows(b_p, b_v[0], b_acc[0] * b_factor)
     parts: tl.tuple = (b_first,)
     if len(b_v) == 2:
-        parts = (b_first, tl.dot(b_p, b_v[1], b_acc[1] * b_decay, input_precision="ieee"))
+        parts = (b_first, multiply_rows(b_p, b_v[1], b_acc[1] * b_factor))
     return parts
 
 
@@ -96,8 +122,14 @@ def load_keys(
     b_x = tl.load(p_pool + b_slot * s_slot + o_d[None, :] * s_d, mask=m_d[None, :], other=0)
     parts, b_scale = (b_x,), tl.full([1, 1], 1.0, tl.float32)
     if p_scale is not None:
-        parts, b_scale = from_e4m3(b_x, DTYPE), tl.trans(tl.load(p_scale + b_slot * s_scale))
+        parts, b_scale = decode_keys(b_x, tl.load(p_scale + b_slot * s_scale), DTYPE)
     return parts, b_scale
+
+
+@triton.jit
+def decode_keys(b_pairs: tl.tensor, b_scale: tl.tensor, DTYPE: tl.constexpr) -> tuple[tl.tuple, tl.tensor]:
+    """Decode K; returns K and the factors of its scores. b_scale [BK, 1]."""
+    return from_e4m3(b_pairs, DTYPE), tl.trans(b_scale) * raised(DTYPE)
 
 
 @triton.jit
@@ -111,25 +143,32 @@ def load_values(
     s_v: tl.tensor,
     s_scale: tl.constexpr,
     DTYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ) -> tuple[tl.tuple, tl.tensor]:
-    """`load_keys` for V."""
-    b_x = tl.load(p_pool + b_slot * s_slot + o_v[None, :] * s_v, mask=m_v[None, :], other=0)
+    """V [BK, BV], transposed if there are FEW_ROWS, and the factors of its weights: as `load_keys`."""
+    o_slot, o_x, m_x = b_slot, o_v[None, :], m_v[None, :]
+    if BLOCK_M <= FEW_ROWS:
+        o_slot, o_x, m_x = tl.trans(b_slot), o_v[:, None], m_v[:, None]
+    b_x = tl.load(p_pool + o_slot * s_slot + o_x * s_v, mask=m_x, other=0)
     parts, b_scale = (b_x,), tl.full([1, 1], 1.0, tl.float32)
     if p_scale is not None:
-        parts, b_scale = decode_values(b_x, tl.load(p_scale + b_slot * s_scale), DTYPE)
+        parts, b_scale = decode_values(b_x, tl.load(p_scale + b_slot * s_scale), DTYPE, BLOCK_M)
     return parts, b_scale
 
 
 @triton.jit
-def decode_values(b_pairs: tl.tensor, b_scale: tl.tensor, DTYPE: tl.constexpr) -> tuple[tl.tuple, tl.tensor]:
+def decode_values(
+    b_pairs: tl.tensor, b_scale: tl.tensor, DTYPE: tl.constexpr, BLOCK_M: tl.constexpr
+) -> tuple[tl.tuple, tl.tensor]:
     """Decode V; returns V and the factors of its weights. b_scale [BK, 1]. In float16 scaled weights may be too small,
     so V itself is scaled."""
     if DTYPE.is_fp16():
         b_even, b_odd = from_e4m3(b_pairs, tl.float32)
-        parts = ((b_even * b_scale).to(DTYPE), (b_odd * b_scale).to(DTYPE))
+        b_factor = tl.trans(b_scale) if BLOCK_M <= FEW_ROWS else b_scale
+        parts = ((b_even * b_factor).to(DTYPE), (b_odd * b_factor).to(DTYPE))
         b_weight_scale = tl.full([1, 1], 1.0, tl.float32)
     else:
-        parts, b_weight_scale = from_e4m3(b_pairs, DTYPE), tl.trans(b_scale)
+        parts, b_weight_scale = from_e4m3(b_pairs, DTYPE), tl.trans(b_scale) * raised(DTYPE)
     return parts, b_weight_scale
 
 

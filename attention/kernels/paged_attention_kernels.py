@@ -17,6 +17,7 @@ from specdec.attention.kernels.key_tiles import (
     LOG2E,
     NOWHERE,
     add_values,
+    decode_keys,
     decode_values,
     join_parts,
     load_keys,
@@ -28,7 +29,6 @@ from specdec.attention.kernels.key_tiles import (
     zero_parts,
 )
 from specdec.gpu.triton_shim import tl, triton
-from specdec.kvcache.fp8_pool import from_e4m3
 
 BLOCK_N = tl.constexpr(16)  # keys per tile of the block
 
@@ -191,7 +191,9 @@ def paged_attention_kernel(
         o_col = tl.minimum(tl.maximum(o_key, lo), hi - 1)
         b_slot = page_slots(p_page, o_col - start, s_page, PAGE_SIZE)
         b_k, b_k_scale = load_keys(p_pool_k, p_scale_k, b_slot, o_k, m_k, s_pk_t, s_pk_d, KV_HEADS, b_q[0].dtype)
-        b_v, b_v_scale = load_values(p_pool_v, p_scale_v, b_slot, o_x, m_x, s_pv_t, s_pv_d, KV_HEADS, b_q[0].dtype)
+        b_v, b_v_scale = load_values(
+            p_pool_v, p_scale_v, b_slot, o_x, m_x, s_pv_t, s_pv_d, KV_HEADS, b_q[0].dtype, BLOCK_M
+        )
         m_seen = m_key[None, :]
         if window is not None:
             m_seen = m_seen & (b_pos[:, None] - o_key[None, :] < window)
@@ -223,10 +225,10 @@ def paged_attention_kernel(
         b_k_scale, b_v_scale = tl.full([1, 1], 1.0, tl.float32), tl.full([1, 1], 1.0, tl.float32)
         if p_block_k_scale is not None:
             o_scale = (i_b * s_bk_b + i_h * s_bk_h + o_kv * s_bk_n) // (HEAD_DIM // 2)  # rows are contiguous
-            b_k = from_e4m3(b_own_k, b_q[0].dtype)
-            b_k_scale = tl.trans(tl.load(p_block_k_scale + o_scale, mask=m_key[:, None], other=0.0))
+            b_k_scale = tl.load(p_block_k_scale + o_scale, mask=m_key[:, None], other=0.0)
+            b_k, b_k_scale = decode_keys(b_own_k, b_k_scale, b_q[0].dtype)
             b_v_scale = tl.load(p_block_v_scale + o_scale, mask=m_key[:, None], other=0.0)
-            b_v, b_v_scale = decode_values(b_own_v, b_v_scale, b_q[0].dtype)
+            b_v, b_v_scale = decode_values(b_own_v, b_v_scale, b_q[0].dtype, BLOCK_M)
         b_max, b_sum, b_acc = absorb(b_q, b_k, b_v, b_k_scale, b_v_scale, m_seen, b_max, b_sum, b_acc, scaling, softcap)
 
     b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)  # a row that saw nothing
@@ -238,7 +240,7 @@ def paged_attention_kernel(
         b_lse = tl.where(m_row, b_max + tl.log2(b_sum), float("-inf"))
         tl.store(p_lse + o_out, b_lse, mask=m_out)
         m_out = m_out & (b_lse > float("-inf"))
-    b_out = (join_parts(b_acc) * b_scale[:, None]).to(p_out.dtype.element_ty)
+    b_out = (join_parts(b_acc, BLOCK_M, b_q[0].dtype) * b_scale[:, None]).to(p_out.dtype.element_ty)
     tl.store(p_out + o_out[:, None] * VALUE_DIM + o_v[None, :], b_out, mask=m_out[:, None] & m_v[None, :])
 
 

@@ -66,7 +66,9 @@ def _add_tile(
         o_inside = tl.minimum(tl.maximum(o_key, lo), end - 1)
     b_slot = tl.load(p_slots + (o_inside - begin_of_line)).to(tl.int64)[:, None]
     b_k, b_k_scale = load_keys(p_pool_k, p_scale_k, b_slot, o_d, m_d, s_pk_t, s_pk_d, KV_HEADS, b_q[0].dtype)
-    b_v, b_v_scale = load_values(p_pool_v, p_scale_v, b_slot, o_v, m_v, s_pv_t, s_pv_d, KV_HEADS, b_q[0].dtype)
+    b_v, b_v_scale = load_values(
+        p_pool_v, p_scale_v, b_slot, o_v, m_v, s_pv_t, s_pv_d, KV_HEADS, b_q[0].dtype, b_q[0].shape[0]
+    )
     m_seen = None
     if MASKED:
         m_seen = (o_key[None, :] <= b_pos[:, None]) & (o_key[None, :] >= b_oldest[:, None])
@@ -270,7 +272,7 @@ def ragged_kernel(
             b_lse = b_max + tl.log2(b_sum)
             tl.store(p_lse + o_out, b_lse, mask=m_row)
             m_out = m_out & (b_lse > float("-inf"))[:, None]
-        b_out = join_parts(b_acc) * (1.0 / b_sum)[:, None]
+        b_out = join_parts(b_acc, BLOCK_M, b_q[0].dtype) * (1.0 / b_sum)[:, None]
     else:
         b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         b_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -291,7 +293,7 @@ def ragged_kernel(
                 s_pk_d, s_pv_t, s_pv_d, KV_HEADS, BLOCK_K, True,
             )
             # fmt: on
-            b_part = join_parts(b_part)
+            b_part = join_parts(b_part, BLOCK_M, b_q[0].dtype)
             b_max, b_decay, b_weight = fold_weights(b_max, b_part_max)
             b_sum = tl.fma(tl.max(b_part_sum, 1), b_weight, b_sum * b_decay)
             b_acc = tl.fma(b_part, tl.zeros_like(b_part) + b_weight[:, None], b_acc * b_decay[:, None])

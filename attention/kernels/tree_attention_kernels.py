@@ -19,12 +19,14 @@ keys are read after the wait, since the launch just before may have made their t
 """
 
 from specdec.attention.kernels.key_tiles import (
+    FEW_ROWS,
     LOG2E,
     NOWHERE,
     add_values,
     join_parts,
     load_keys,
     load_values,
+    multiply_rows,
     page_slots,
     pairs_of,
     parts_of,
@@ -87,8 +89,12 @@ def absorb_in_order(
     b_p = tl.exp2(tl.fma(b_x, tl.zeros_like(b_x) + factor, tl.zeros_like(b_x) - b_shift[:, None]))
     b_p, b_weight = b_p.to(b_v[0].dtype), (b_p * b_v_scale).to(b_v[0].dtype)
     b_decay = tl.exp2(b_max - b_shift)[:, None]
-    b_ones = tl.full([b_v[0].shape[0], 16], 1.0, b_v[0].dtype)
-    b_sum = tl.dot(b_p, b_ones, b_sum * b_decay, input_precision="ieee")  # tl.sum's order depends on the layout
+    # tl.sum's order would depend on the layout
+    if b_p.shape[0] <= FEW_ROWS:
+        b_ones = tl.full([16, b_p.shape[1]], 1.0, b_p.dtype)
+        b_sum = tl.trans(multiply_rows(b_p, b_ones, tl.trans(b_sum * b_decay)))
+    else:
+        b_sum = multiply_rows(b_p, tl.full([b_p.shape[1], 16], 1.0, b_p.dtype), b_sum * b_decay)
     b_acc = add_values(b_acc, b_decay, b_weight, b_v)
     return b_new, b_sum, b_acc
 
@@ -245,7 +251,9 @@ def attend_kernel(
             o_column = o_key - start
             b_slot = page_slots(p_page, o_column, s_page, PAGE_SIZE)
             b_k, b_k_scale = load_keys(p_pool_k, p_scale_k, b_slot, o_k, m_k, s_pk_t, s_pk_d, KV_HEADS, DTYPE)
-            b_v, b_v_scale = load_values(p_pool_v, p_scale_v, b_slot, o_x, m_x, s_pv_t, s_pv_d, KV_HEADS, DTYPE)
+            b_v, b_v_scale = load_values(
+                p_pool_v, p_scale_v, b_slot, o_x, m_x, s_pv_t, s_pv_d, KV_HEADS, DTYPE, BLOCK_M
+            )
             b_max, b_sum, b_acc = absorb_in_order(
                 b_q, b_k, b_v, b_k_scale, b_v_scale, m_seen, b_max, b_sum, b_acc, scaling, softcap
             )
@@ -274,18 +282,16 @@ def attend_kernel(
                     m_seen = m_seen & (o_key[None, :] >= tl.minimum(b_pos, first_key)[:, None])
                 o_key = tl.minimum(tl.maximum(o_key, lo), newest)
                 b_slot = tl.load(p_slot + (o_key - own_base)).to(tl.int64)[:, None]
-                b_k, b_k_scale = load_keys(
-                    p_pool_k, p_scale_k, b_slot, o_k, m_k, s_pk_t, s_pk_d, KV_HEADS, b_q[0].dtype
-                )
+                b_k, b_k_scale = load_keys(p_pool_k, p_scale_k, b_slot, o_k, m_k, s_pk_t, s_pk_d, KV_HEADS, DTYPE)
                 b_v, b_v_scale = load_values(
-                    p_pool_v, p_scale_v, b_slot, o_x, m_x, s_pv_t, s_pv_d, KV_HEADS, b_q[0].dtype
+                    p_pool_v, p_scale_v, b_slot, o_x, m_x, s_pv_t, s_pv_d, KV_HEADS, DTYPE, BLOCK_M
                 )
                 b_max, b_sum, b_acc = absorb_in_order(
                     b_q, b_k, b_v, b_k_scale, b_v_scale, m_seen, b_max, b_sum, b_acc, scaling, softcap
                 )
             node = run_end + 1
 
-        b_sum, b_split = tl.max(b_sum, 1), join_parts(b_acc)
+        b_sum, b_split = tl.max(b_sum, 1), join_parts(b_acc, BLOCK_M, DTYPE)
         if FOLD:
             b_total_max, b_decay, b_weight = fold_weights(b_total_max, b_max)
             b_total_sum = tl.fma(b_sum, b_weight, b_total_sum * b_decay)
