@@ -180,6 +180,26 @@ def test_logits_are_capped_as_the_config_says(tmp_path: Path) -> None:
     assert read_drafter("z-lab/Qwen3-8B-DFlash-b16", tmp_path).softcap == 30.0
 
 
+@pytest.mark.parametrize(
+    ("name", "stated", "drafts"),
+    [
+        ("speculators, dspark", None, 5),  # exports from before the key; they were read as from the anchor
+        ("speculators, dspark", True, 6),
+        ("speculators, dflash", None, 7),
+        ("deepseek-ai/dspark_qwen3_8b_block7", None, 7),
+        ("deepseek-ai/dspark_qwen3_8b_block7", False, 6),  # the key was refused outside of speculators' format
+        ("deepseek-ai/dspark_gemma4_12b_block7", False, 6),
+        ("z-lab/Qwen3-8B-DFlash-b16", None, 15),
+    ],
+)
+def test_the_first_row_drafts_if_the_config_or_its_publisher_says_so(
+    name: str, stated: bool | None, drafts: int, tmp_path: Path
+) -> None:
+    narrow(name, tmp_path)
+    change_drafter(tmp_path, {"sample_from_anchor": stated})
+    assert read_drafter(name, tmp_path).num_drafts == drafts
+
+
 @pytest.mark.parametrize("kind", ["dflash", "jetspec"])
 def test_what_is_written_is_read(kind: str, tmp_path: Path, make_target: Callable[..., Any]) -> None:
     model = make_target("qwen3")

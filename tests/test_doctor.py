@@ -400,8 +400,9 @@ def block(engine):
     [
         ({"mask_token": WRONG_MASK}, "MASK id", f"mask_token_id: {BLOCK_MASK} "),
         ({"aux_layers": (5, 10)}, "taps", "target_layer_ids: [3, 8]"),
+        ({"shifted": False}, "rows", "sample_from_anchor: true "),
     ],
-    ids=["MASK", "taps one later"],
+    ids=["MASK", "taps one later", "rows one earlier"],
 )
 def test_a_seeded_cause_of_a_block_pair_is_named_and_only_that(changes, cause, do, block, diagnosed):
     found = diagnosed(block(**changes), prompts=None)

@@ -113,7 +113,7 @@ BLOCK_KEYS: dict[str, Key] = LAYER_KEYS | {
     "num_target_layers": Key(COUNT),
     "markov_rank": Key(INDEX),
     "markov_head_type": Key(TEXT),
-    **dict.fromkeys(("causal_head", "causal", "is_causal"), Key(FLAG)),
+    **dict.fromkeys(("causal_head", "causal", "is_causal", "sample_from_anchor"), Key(FLAG)),
     DFLASH_CONFIG: Key(OBJECT),
 }
 TRAINING = ("num_anchors", "enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha")
@@ -242,8 +242,7 @@ SPECULATORS_BLOCK = replace(
     layers=(*QWEN3_TYPES, "llama"),  # speculators builds Qwen3 layers from both
     keys={name: key for name, key in BLOCK_KEYS.items() if name not in (OUTPUT_IDS, DFLASH_CONFIG)}
     | {"aux_hidden_state_layer_ids": Key(LIST), "model_type": Key(places=(LAYER_CONFIG,)), LAYER_CONFIG: Key(OBJECT)}
-    | dict.fromkeys(("sample_from_anchor", "sliding_window_non_causal"), Key(FLAG))
-    | {"draft_vocab_size": Key(COUNT)},
+    | {"sliding_window_non_causal": Key(FLAG), "draft_vocab_size": Key(COUNT)},
     harmless=harmless(*TRAINING, "model_type", "mlp_bias"),
     tensors=((r"^verifier_(lm_head|norm)\.", None), *BLOCK.tensors),
     sees_edge=True,

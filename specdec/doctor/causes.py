@@ -168,6 +168,13 @@ def taps_of_blocks(drafter: BlockDrafter, pair: ExaminedPair) -> Iterator[Change
             yield _rewritten(pair, "target_layer_ids", [layer - 1 for layer in ids], aux_layers=ids)
 
 
+def rows_of_blocks(drafter: BlockDrafter, pair: ExaminedPair) -> Iterator[Change]:
+    """Rows that draft one token later or earlier, which no tensor states."""
+    other = not drafter.spec.shifted
+    if other or drafter.spec.block_size > 1:
+        yield _rewritten(pair, "sample_from_anchor", other, shifted=other)
+
+
 def possible_masks(tokenizer: Any | None, config: Any, vocab_size: int) -> list[int]:
     """Ids of the mask, padding and unknown tokens, of special tokens with such names, of the first row after the
     tokenizer's tokens, and of the table's last row. Most drafters were trained with padding ids."""
@@ -282,6 +289,7 @@ CAUSES = (
     Cause("taps", HEADS, taps_of_heads),
     Cause("taps", BLOCKS, taps_of_blocks),
     Cause("MASK id", BLOCKS, mask_ids),
+    Cause("rows", BLOCKS, rows_of_blocks),
     Cause("norm", HEADS, norms),
     Cause("rope base", HEADS, rope_bases),
     Cause("embedding", HEADS, embeddings),
