@@ -144,6 +144,7 @@ def test_a_drafter_of_transformers_is_what_its_own_module_computes(
         ({"speculators_model_type": "dflash"}, True, False),
         ({"speculators_model_type": "xpress"}, True, False),
         ({"speculators_model_type": "peagle"}, False, True),
+        ({"architectures": ["PEagleDraftModel"], "model_type": "llama"}, False, True),
         ({"model_type": "muse_glimmer_assistant"}, True, False),
         ({"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 9}, False, True),
         ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000}, False, True),
