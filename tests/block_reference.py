@@ -33,7 +33,8 @@ class Checkpoint(NamedTuple):
     @property
     def first_row(self) -> int:
         """The row that drafts the first token."""
-        return int(not self.setting("sample_from_anchor", "DSpark" in self.config["architectures"][0]))
+        like_dspark = "DSpark" in self.config["architectures"][0] and not self.is_of_speculators
+        return int(not self.setting("sample_from_anchor", like_dspark))
 
     @property
     def is_of_speculators(self) -> bool:

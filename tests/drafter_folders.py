@@ -88,6 +88,7 @@ def speculators(kind: str, entered: list[int], layers: int, block_size: int, **m
 
 
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5, "use_sliding_window": True}
+FROM_ANCHOR = {"sample_from_anchor": True, "draft_vocab_size": 4}
 BOTH_WAYS = {"sliding_window_non_causal": True, "sample_from_anchor": False}
 MUSE_GLIMMER = {  # saved by transformers
     "architectures": ["MuseGlimmerAssistantModel"],
@@ -121,7 +122,7 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "meta-models/Muse-Glimmer-30B-assistant": (12, MUSE_GLIMMER),
     "speculators, dflash": (12, speculators("DFlash", [2, 6, 9], 2, 8, draft_vocab_size=4)),
     "speculators, dflash, sliding": (12, speculators("DFlash", [0, 6, 11], 2, 8, **SLIDING)),
-    "speculators, dspark": (12, speculators("DSpark", [2, 6, 9], 2, 6, **CONFIDENT, draft_vocab_size=4)),
+    "speculators, dspark": (12, speculators("DSpark", [2, 6, 9], 2, 6, **CONFIDENT, **FROM_ANCHOR)),
     "speculators, dspark, sliding": (12, speculators("DSpark", [2, 6], 2, 6, **CONFIDENT, **SLIDING, **BOTH_WAYS)),
 }
 

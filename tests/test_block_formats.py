@@ -144,6 +144,7 @@ def test_a_drafter_of_transformers_is_what_its_own_module_computes(
         ({"speculators_model_type": "dflash"}, True, False),
         ({"speculators_model_type": "xpress"}, True, False),
         ({"speculators_model_type": "peagle"}, False, True),
+        ({"architectures": ["PEagleDraftModel"], "model_type": "llama"}, False, True),
         ({"model_type": "muse_glimmer_assistant"}, True, False),
         ({"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 9}, False, True),
         ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000}, False, True),
@@ -178,6 +179,26 @@ def test_logits_are_capped_as_the_config_says(tmp_path: Path) -> None:
     narrow("z-lab/Qwen3-8B-DFlash-b16", tmp_path)
     change_drafter(tmp_path, {"final_logit_softcapping": 30})
     assert read_drafter("z-lab/Qwen3-8B-DFlash-b16", tmp_path).softcap == 30.0
+
+
+@pytest.mark.parametrize(
+    ("name", "stated", "drafts"),
+    [
+        ("speculators, dspark", None, 5),  # exports from before the key; they were read as from the anchor
+        ("speculators, dspark", True, 6),
+        ("speculators, dflash", None, 7),
+        ("deepseek-ai/dspark_qwen3_8b_block7", None, 7),
+        ("deepseek-ai/dspark_qwen3_8b_block7", False, 6),  # the key was refused outside of speculators' format
+        ("deepseek-ai/dspark_gemma4_12b_block7", False, 6),
+        ("z-lab/Qwen3-8B-DFlash-b16", None, 15),
+    ],
+)
+def test_the_first_row_drafts_if_the_config_or_its_publisher_says_so(
+    name: str, stated: bool | None, drafts: int, tmp_path: Path
+) -> None:
+    narrow(name, tmp_path)
+    change_drafter(tmp_path, {"sample_from_anchor": stated})
+    assert read_drafter(name, tmp_path).num_drafts == drafts
 
 
 @pytest.mark.parametrize("kind", ["dflash", "jetspec"])

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.app import app
 from specdec.doctor import diagnose
-from specdec.doctor.causes import changed_block, possible_masks
+from specdec.doctor.causes import changed_block, possible_masks, taps_of_blocks
 from specdec.doctor.diagnosis import Measured, Trial
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
@@ -399,9 +399,10 @@ def block(engine):
     ("changes", "cause", "do"),
     [
         ({"mask_token": WRONG_MASK}, "MASK id", f"mask_token_id: {BLOCK_MASK} "),
-        ({"aux_layers": (5, 10)}, "taps", "target_layer_ids: [3, 8]"),
+        ({"aux_layers": (5, 10)}, "taps", "target_layer_ids: [3, 8] into"),
+        ({"shifted": False}, "rows", "sample_from_anchor: true "),
     ],
-    ids=["MASK", "taps one later"],
+    ids=["MASK", "taps one later", "rows one earlier"],
 )
 def test_a_seeded_cause_of_a_block_pair_is_named_and_only_that(changes, cause, do, block, diagnosed):
     found = diagnosed(block(**changes), prompts=None)
@@ -409,6 +410,18 @@ def test_a_seeded_cause_of_a_block_pair_is_named_and_only_that(changes, cause, d
     [finding] = found.findings
     assert do in finding.do
     assert finding.after > finding.before
+
+
+def test_advice_about_taps_names_the_key_of_each_format():
+    """The key of DFlash's format alone was named, which speculators' format refuses."""
+    layout = SimpleNamespace(layers=range(9))
+    drafter = SimpleNamespace(spec=SimpleNamespace(aux_layers=(2, 7)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specdec.doctor.causes._changed", lambda pair, what, do, **spec: (do, spec["aux_layers"]))
+        later, earlier = taps_of_blocks(drafter, SimpleNamespace(target=SimpleNamespace(layout=layout)))
+    assert later[1] == (3, 8) and "target_layer_ids: [2, 7] into" in later[0]
+    assert "aux_hidden_state_layer_ids: [3, 8] if it is in speculators' format" in later[0]
+    assert earlier[1] == (1, 6)
 
 
 def test_ids_that_may_be_a_mask():

@@ -511,6 +511,7 @@ SAME: dict[str, tuple[list[str], Callable[[Checkpoint], Any]]] = {
         both(*(added(f"{LAYER}.self_attn.{name}", ONES) for name in ("k_scale", "v_scale"))),
     ),
     "scales of K/V in projections": (LLAMA, added(f"{LAYER}.self_attn.k_proj.k_scale", ONES)),
+    "scales of K/V by their older name": (LLAMA, added(f"{LAYER}.self_attn.v_proj.output_scale", ONES)),
     "a scheme of K/V": (CT_INT4, configured(kv_cache_scheme={"num_bits": 8, "type": "float", "dynamic": False})),
     "a bias of zeros": (LLAMA, added("bias", torch.zeros(96))),
     "a mask": (LLAMA, added(f"{LAYER}.self_attn.bias", torch.ones(1, 1, 8, 8))),

@@ -34,6 +34,7 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
             {"model_type": "deepseek_v3", "architectures": ["Eagle3DeepseekV2ForCausalLM"]},
             "deepseek_v3 layers .Eagle3DeepseekV2ForCausalLM.; specdec runs Llama- and Qwen3-type",
         ),
+        ({"architectures": ["PEagleDraftModel"]}, "a P-EAGLE drafter .PEagleDraftModel.; .*use an EAGLE-3 head"),
         ({"head_dim": 7}, "head_dim=7; .* even"),
         ({"hidden_act": "swish2"}, "hidden_act='swish2' is not an activation"),
         ({"midlayer.self_attn.q_proj.weight": None}, r"there is no layers\.0\.self_attn\.q_proj\.weight"),

@@ -96,7 +96,9 @@ def _make_spec(files: HeadFiles, target: TargetInfo) -> BlockSpec:
         ("draft_vocab_size", "the file, by its lm_head.weight,"): drafted or target.vocab_size,
     }
     files.require_same(stated, target)
-    shifted = settings.get("sample_from_anchor", "dspark" in published_names(files.config))
+    # speculators wrote all blocks like DFlash's before it had this key
+    like_dspark = files.format is not SPECULATORS_BLOCK and "dspark" in published_names(files.config)
+    shifted = settings.get("sample_from_anchor", like_dspark)
     causal = {key: settings[key] for key in ("causal_head", "causal", "is_causal") if key in settings}
     if len(set(causal.values())) > 1:
         raise CheckpointError(f"{causal} contradict each other about whether blocks are causal")

@@ -14,6 +14,7 @@
     refused by name    z-lab, RedHatAI (DFlash2)               "dflash2", conv_*, selector_*
                        RedHatAI (P-EAGLE, xPress)              `speculators_model_type`
                        SpecForge (DSpark)                      `projector_type`
+                       SpecForge (P-EAGLE)                     an architecture with "peagle"
                        AngelSlim (DFlare)                      an architecture with "dflare"
 
 To add a format, add a table here. If a key's meaning does not fit a table, code in its family's `checkpoint` reads it.
@@ -113,7 +114,7 @@ BLOCK_KEYS: dict[str, Key] = LAYER_KEYS | {
     "num_target_layers": Key(COUNT),
     "markov_rank": Key(INDEX),
     "markov_head_type": Key(TEXT),
-    **dict.fromkeys(("causal_head", "causal", "is_causal"), Key(FLAG)),
+    **dict.fromkeys(("causal_head", "causal", "is_causal", "sample_from_anchor"), Key(FLAG)),
     DFLASH_CONFIG: Key(OBJECT),
 }
 TRAINING = ("num_anchors", "enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha")
@@ -140,7 +141,8 @@ def is_eagle3_config(config: Config) -> bool:
     config with `draft_vocab_size` does (yuhuili's heads)."""
     if is_speculators(config):
         return config["speculators_model_type"] in ("eagle3", "peagle")
-    return "eagle3" in published_names(config) or config.get("draft_vocab_size") is not None
+    named = any(word in published_names(config) for word in ("eagle3", "peagle"))
+    return named or config.get("draft_vocab_size") is not None
 
 
 def is_block_config(config: Config) -> bool:
@@ -160,6 +162,16 @@ def why_refused_speculator(config: Config) -> str | None:
     return (
         f"a {kind} drafter in speculators' format; specdec reads mtp, eagle3, "
         f"{' and '.join(SPECULATORS_BLOCK_TYPES)} in that format, so use one of these for the same target"
+    )
+
+
+def why_refused_head(config: Config) -> str | None:
+    """A sentence if this head of SpecForge is of a kind that does not run here; None: it runs."""
+    if "peagle" not in published_names(config):
+        return None
+    return (
+        f"a P-EAGLE drafter ({', '.join(map(str, config['architectures']))}); specdec does not run its rows, which "
+        "draft side by side from a trained state; use an EAGLE-3 head or a block drafter of the same target"
     )
 
 
@@ -205,6 +217,7 @@ SPECFORGE = Format(
         (r"aux_norm_mid\.", "fc_norm.1."),
         (r"aux_norm_high\.", "fc_norm.2."),
     ),
+    why_refused=why_refused_head,
 )
 SPECULATORS = replace(
     SPECFORGE,
@@ -242,8 +255,7 @@ SPECULATORS_BLOCK = replace(
     layers=(*QWEN3_TYPES, "llama"),  # speculators builds Qwen3 layers from both
     keys={name: key for name, key in BLOCK_KEYS.items() if name not in (OUTPUT_IDS, DFLASH_CONFIG)}
     | {"aux_hidden_state_layer_ids": Key(LIST), "model_type": Key(places=(LAYER_CONFIG,)), LAYER_CONFIG: Key(OBJECT)}
-    | dict.fromkeys(("sample_from_anchor", "sliding_window_non_causal"), Key(FLAG))
-    | {"draft_vocab_size": Key(COUNT)},
+    | {"sliding_window_non_causal": Key(FLAG), "draft_vocab_size": Key(COUNT)},
     harmless=harmless(*TRAINING, "model_type", "mlp_bias"),
     tensors=((r"^verifier_(lm_head|norm)\.", None), *BLOCK.tensors),
     sees_edge=True,

@@ -18,8 +18,9 @@ import torch
 
 from specdec.doctor.examined_pair import ExaminedPair
 from specdec.draft_models.base import Drafter
+from specdec.draft_models.block.block_checkpoint import ENTERED_IDS
 from specdec.draft_models.block.block_drafter import BlockDrafter
-from specdec.draft_models.checkpoints.drafter_formats import AUX_IDS
+from specdec.draft_models.checkpoints.drafter_formats import AUX_IDS, OUTPUT_IDS
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
@@ -165,7 +166,19 @@ def taps_of_blocks(drafter: BlockDrafter, pair: ExaminedPair) -> Iterator[Change
     for step in (1, -1):
         ids = tuple(layer + step for layer in drafter.spec.aux_layers)
         if all(0 < layer < len(pair.target.layout.layers) for layer in ids):
-            yield _rewritten(pair, "target_layer_ids", [layer - 1 for layer in ids], aux_layers=ids)
+            left = [layer - 1 for layer in ids]
+            do = (
+                f"write {OUTPUT_IDS}: {left} into the drafter's config.json, or {ENTERED_IDS}: {list(ids)} if it is in "
+                "speculators' format"
+            )
+            yield _changed(pair, f"{OUTPUT_IDS} -> {left}", do, aux_layers=ids)
+
+
+def rows_of_blocks(drafter: BlockDrafter, pair: ExaminedPair) -> Iterator[Change]:
+    """Rows that draft one token later or earlier, which no tensor states."""
+    other = not drafter.spec.shifted
+    if other or drafter.spec.block_size > 1:
+        yield _rewritten(pair, "sample_from_anchor", other, shifted=other)
 
 
 def possible_masks(tokenizer: Any | None, config: Any, vocab_size: int) -> list[int]:
@@ -282,6 +295,7 @@ CAUSES = (
     Cause("taps", HEADS, taps_of_heads),
     Cause("taps", BLOCKS, taps_of_blocks),
     Cause("MASK id", BLOCKS, mask_ids),
+    Cause("rows", BLOCKS, rows_of_blocks),
     Cause("norm", HEADS, norms),
     Cause("rope base", HEADS, rope_bases),
     Cause("embedding", HEADS, embeddings),

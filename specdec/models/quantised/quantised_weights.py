@@ -37,8 +37,9 @@ logger = logging.getLogger("specdec")
 
 PLAIN_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-IGNORABLE = re.compile(r"(k|v|kv)_scale|(k|v)_zero_point")
-"""Scales for 8-bit K/V. They are not read, since they multiply no weight."""
+IGNORABLE = re.compile(r"(.+\.)?((k|v|kv)_scale|(k|v)_zero_point|[kv]_proj\.output_scale)")
+"""Keys of scales for 8-bit K/V, by their newer names and an older one. They are not read, since they multiply no
+weight."""
 
 CHANGES_VALUES = re.compile(r"(scales?(_inv|_\d+)?|SCB|zeros?|zero_points?|bias)$")
 
@@ -111,7 +112,7 @@ class QuantisedWeights:
         self._tied = {**tied, **{source: target for target, source in tied.items()}}
         self._find_all()
         self._require_whole()
-        ignored = [key for key in stored if IGNORABLE.fullmatch(key.rpartition(".")[2])]
+        ignored = [key for key in stored if IGNORABLE.fullmatch(key)]
         if ignored:
             message = "%d tensors of the checkpoint, %s first, are not read: they scale 8-bit K/V (kv_cache_scheme), "
             message += "not weights; kv_dtype decides how K/V are stored"
@@ -124,7 +125,7 @@ class QuantisedWeights:
         for stem, keys in by_stem.items():
             place = places[stem]
             if place is not None:
-                self._add(stem, place, {name: key for name, key in keys.items() if not IGNORABLE.fullmatch(name)})
+                self._add(stem, place, {name: key for name, key in keys.items() if not IGNORABLE.fullmatch(key)})
             elif stem in used or self._has_module(stem):
                 for key in filter(self._is_left_over, keys.values()):
                     if self._name_of(re.sub(r"_scale\w*$", "", key)) in self._known:
@@ -288,8 +289,7 @@ def with_and_without(name: str, prefix: str) -> set[str]:
 
 def changes_values(key: str) -> bool:
     """Does a tensor with this key change the values of its module (a scale, a zero point, a bias)?"""
-    name = key.rpartition(".")[2]
-    return bool(CHANGES_VALUES.search(name)) and not IGNORABLE.fullmatch(name)
+    return bool(CHANGES_VALUES.search(key.rpartition(".")[2])) and not IGNORABLE.fullmatch(key)
 
 
 def require_values_read(model: PreTrainedModel, unused: Iterable[str]) -> None:
