@@ -228,11 +228,12 @@ PADDED = torch.zeros(64, dtype=torch.bool).index_fill_(0, IDS, True)
         {"model_type": "qwen2", "max_window_layers": 64},  # SpecForge's for QwQ 32B and Phi 4: layers of Llama
         {"model_type": "phi3"},
         {"architectures": ["Eagle3LlamaForCausalLM"], "use_mrope": False, "modal_type": "VLM"},  # AngelSlim's
+        {"attention_head_dim": 6, "norm_type": "rms", "use_cla": False, "use_rotary_pos_emb": True},  # for Hunyuan
         {"num_hidden_layers": len(TARGET.layout.layers)},  # Vicuna 13B's, whose config.json counts its target's
         dict.fromkeys([*HARMLESS, "torch_dtype", "bos_token_id", "num_experts", "attention_dropout"], 7)
         | {"architectures": ["LlamaForCausalLMEagle3"]},
     ],
-    ids=["NVIDIA", "head_dim", "padded", "qwen2", "phi3", "AngelSlim", "target's layers", "harmless"],
+    ids=["NVIDIA", "head_dim", "padded", "qwen2", "phi3", "AngelSlim", "Hunyuan", "target's layers", "harmless"],
 )
 def test_what_changes_nothing_is_accepted(changes, folder) -> None:
     assert changed(folder, changes) == SPEC

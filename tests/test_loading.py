@@ -243,6 +243,22 @@ def test_a_folder_with_an_adapter_alone_says_what_to_give(tmp_path):
         Engine.from_pretrained(str(tmp_path), config=CONFIG)
 
 
+def test_an_adapter_beside_a_model_hides_nothing_that_the_model_lacks(make_target, monkeypatch, tmp_path, caplog):
+    """With peft, transformers reports what the adapter lacks: tensors that the model lacked were random numbers."""
+    model = make_target("llama", num_hidden_layers=1)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    monkeypatch.setattr("transformers.integrations.peft.is_peft_available", lambda: False)
+    Checkpoint.from_name(tmp_path).load(torch.float32, torch.device("cpu"))
+    assert "the peft adapter beside the model is not applied" in caplog.text
+    monkeypatch.setattr(type(model), "_hf_peft_config_loaded", True)  # as where peft has applied one
+    with one_sentence(CheckpointError, str(tmp_path), "holds a peft adapter beside its model"):
+        Engine.from_pretrained(str(tmp_path), config=CONFIG)
+    (tmp_path / "model.safetensors").unlink()
+    with one_sentence(CheckpointError, str(tmp_path), "holds a peft adapter and no model; load it with peft"):
+        Engine.from_pretrained(str(tmp_path), config=CONFIG)
+
+
 @pytest.mark.parametrize("ordered", [deep(False), True], ids=["dense", "centroid"])
 def test_an_assistant_is_read_from_a_folder(ordered, make_target, make_assistant, random_prompt, tmp_path):
     target = make_target("gemma4-e2b")

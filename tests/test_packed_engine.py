@@ -14,7 +14,14 @@ import pytest
 import torch
 from packed_checkpoints import FORMS, quantise, set_config
 from safetensors.torch import load_file, save_file
-from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM, Mxfp4Config, PreTrainedModel
+from transformers import (
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
+    Mxfp4Config,
+    NanoChatConfig,
+    NanoChatForCausalLM,
+    PreTrainedModel,
+)
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from typer.testing import CliRunner
 
@@ -197,6 +204,16 @@ def test_experts_that_are_quantised_in_one_tensor_are_refused_as_such(tmp_path):
     set_config(tmp_path, quantization_config=FORMS["fp8-block"].config)
     with pytest.raises(UnsupportedModelError, match="_proj_scale_inv scales all experts of a layer; quantised experts"):
         Checkpoint.from_name(str(tmp_path)).load(torch.float32, CPU)
+
+
+def test_a_class_that_initialises_weights_of_its_modules_is_read(tmp_path):
+    """It raised: the modules of quantised weights are empty while transformers loads the others."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    NanoChatForCausalLM(NanoChatConfig(vocab_size=VOCAB, num_hidden_layers=1, **sizes)).save_pretrained(tmp_path / "a")
+    folder, plain = quantise(tmp_path / "a", FORMS["int4-g32"], tmp_path)
+    model = Checkpoint.from_name(str(folder)).load(torch.float32, CPU)
+    meant = load_file(plain / "model.safetensors")["model.layers.0.self_attn.o_proj.weight"]
+    assert torch.equal(dequantised(model.model.layers[0].self_attn.o_proj.packed, torch.float32), meant)
 
 
 # engines

@@ -6,6 +6,7 @@ rest of their keys. Tensors are loaded into a head, with the target tokens that 
 """
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,14 @@ from torch import nn
 
 from specdec.draft_models.base import TargetInfo
 from specdec.errors import CheckpointError, first_line, naming_file, shown
+
+logger = logging.getLogger("specdec")
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_ALONE = (
+    "holds a peft adapter and no model; load it with peft onto its base and give the loaded model, or give a folder in "
+    "which peft has merged them"
+)
 
 
 class ValueKind(NamedTuple):
@@ -138,6 +147,24 @@ def is_adapter(file: Path) -> bool:
     return file.name.startswith("adapter_")
 
 
+def is_adapter_alone(folder: Path) -> bool:
+    """Does this folder hold an adapter of peft and no weights of a model?"""
+    weights = (*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin"))
+    return (folder / ADAPTER_CONFIG).is_file() and all(map(is_adapter, weights))
+
+
+def require_no_adapter(folder: Path, applied: bool) -> None:
+    """Raise CheckpointError if transformers applied the adapter beside a model: its report is then the adapter's, and
+    tensors that the model lacks would be random numbers. Without peft it applies none, which is logged."""
+    if applied:
+        raise CheckpointError(
+            "it holds a peft adapter beside its model, and with both transformers does not report what the model "
+            f"lacks; load it with transformers and give the loaded model, or move {ADAPTER_CONFIG} away"
+        )
+    if (folder / ADAPTER_CONFIG).is_file():
+        logger.warning("%s: the peft adapter beside the model is not applied; give a model that has it merged", folder)
+
+
 def stored_tensor(file: Path, name: str) -> torch.Tensor:
     with _reading(file), safe_open(file, "pt") as opened:
         tensor: torch.Tensor = opened.get_tensor(name)
@@ -162,8 +189,10 @@ def require_float_weights(folder: Path, model: nn.Module, unused: Iterable[str])
 
 
 def damaged_file(folder: Path) -> str | None:
-    """A sentence about the first fault in a checkpoint's files: one that an index names is missing, one is cut off or
-    damaged, or an index lacks metadata; None: there is no fault."""
+    """A sentence about the first fault in a checkpoint's files: they are an adapter's, one that an index names is
+    missing, one is cut off or damaged, or an index lacks metadata; None: there is no fault."""
+    if is_adapter_alone(folder):
+        return f"it {ADAPTER_ALONE}"
     try:
         for index in sorted(folder.glob("*.index.json")):
             for file in sorted(set(_weight_map(index).values())):

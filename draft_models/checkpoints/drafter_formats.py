@@ -48,8 +48,11 @@ generation and output, which old releases of transformers kept in every config:
     return_dict_in_generate begin_suppress_tokens suppress_tokens temperature top_k top_p torchscript typical_p
     cross_attention_hidden_size finetuning_task id2label label2id prefix problem_type task_specific_params
     tf_legacy_loss tie_encoder_decoder tokenizer_class
-decided by the tensors (its tensors show whether a head has a table, an lm_head and a dense MLP):
-    decoder_sparse_step mlp_only_layers norm_topk_prob tie_word_embeddings
+of the target's config, which heads for Hunyuan keep:
+    add_classification_head cla_share_factor class_num dense_list im_end_id im_newline_id im_start_id mask_init_id
+    org_vocab_size pad_id pool_type text_end_id text_start_id
+decided by the tensors (its tensors show whether a head has a table, an lm_head, norms of Q and K and a dense MLP):
+    decoder_sparse_step mlp_only_layers norm_topk_prob tie_word_embeddings use_qk_norm
 """
 HARMLESS = frozenset(re.sub(r"^\S.*$", "", HARMLESS_NAMES, flags=re.MULTILINE).split())
 HARMLESS_NAME = r"^_|^speculators_|(^|_)(token_ids?|version|dtype|path|dropout|experts?|router|moe)(_|$)"
@@ -90,16 +93,21 @@ EAGLE3_KEYS: dict[str, Key] = LAYER_KEYS | {
     ),
     **dict.fromkeys(("draft_vocab_size", "num_aux_hidden_states", "num_target_layers"), Key(COUNT)),
     OUTPUT_IDS: Key(LIST, places=("",)),
-    **dict.fromkeys(("query_pre_attn_scalar", "rotary_dim"), Key(NUMBER)),
+    **dict.fromkeys(("query_pre_attn_scalar", "rotary_dim", "attention_head_dim"), Key(NUMBER)),
     **dict.fromkeys((LAYER_CONFIG, EAGLE_CONFIG), Key(OBJECT)),
     # their meaning depends on their place: `resolve_aux_ids`, `read_norm_output`
     AUX_IDS: Key(LIST, places=("", EAGLE_CONFIG), merged=False),
     "norm_output": Key(FLAG, places=("", EAGLE_CONFIG), merged=False),
     # the values with which a head computes the same as `Eagle3Head`
     **dict.fromkeys(
-        ("add_cross_attention", "is_encoder_decoder", "parallel_drafting", "use_mtp_layernorm"), Key(only=(False,))
+        ("add_cross_attention", "is_encoder_decoder", "parallel_drafting", "use_cla", "use_mtp_layernorm"),
+        Key(only=(False,)),
     ),
-    **dict.fromkeys(("is_causal", "next_layer_regular", "use_input_layernorm_in_first_layer"), Key(only=(True,))),
+    **dict.fromkeys(
+        ("is_causal", "next_layer_regular", "use_input_layernorm_in_first_layer", "use_rotary_pos_emb"),
+        Key(only=(True,)),
+    ),
+    "norm_type": Key(only=("rms",)),
     **dict.fromkeys(("logit_scale", "partial_rotary_factor", "rotary_pct"), Key(only=(1.0,))),
     "parallel_draft_step": Key(only=(1,)),
     "position_embedding_type": Key(only=("rope",)),

@@ -227,7 +227,7 @@ def _make_spec(files: HeadFiles, target: TargetInfo, aux_layers: Sequence[int] |
         final_norm=lm_head_normed and settings.get("use_last_layernorm", True),
         norm_output=fed_back,
     )
-    for key in ("query_pre_attn_scalar", "rotary_dim"):
+    for key in ("query_pre_attn_scalar", "rotary_dim", "attention_head_dim"):
         if settings.get(key, spec.head_dim) != spec.head_dim:
             raise UnsupportedModelError(f"{key}={settings[key]:g}; supported is head_dim, {spec.head_dim}")
     if is_speculators(files.config) and "norm_before_residual" not in settings:

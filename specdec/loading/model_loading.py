@@ -40,9 +40,6 @@ from specdec.settings.plain_arguments import as_dtype
 logger = logging.getLogger("specdec")
 
 NO_GGUF = "GGUF files are not read; give a checkpoint of safetensors"
-ADAPTER_ALONE = (
-    "load it with peft onto its base and give the loaded model, or give a folder in which peft has merged them"
-)
 NO_NAMES = ("", "none", "null", "nan")
 """Strings that mean a missing value."""
 
@@ -87,8 +84,8 @@ class Checkpoint:
             if not file.is_file():
                 if any(file.parent.glob("*.gguf")):
                     raise CheckpointError(f"{self.name!r} holds no config.json: {NO_GGUF}")
-                if (file.parent / "adapter_config.json").is_file():
-                    raise CheckpointError(f"{self.name!r} holds a peft adapter and no model; {ADAPTER_ALONE}")
+                if checkpoint_files.is_adapter_alone(file.parent):
+                    raise CheckpointError(f"{self.name!r} {checkpoint_files.ADAPTER_ALONE}")
                 raise CheckpointError(f"{self.name!r} holds no config.json, so it is not a Hugging Face checkpoint")
             return file
         if self.name.startswith((".", "/", "~")) or self.name.count("/") > 1:
@@ -190,6 +187,8 @@ class Checkpoint:
             ) from error
         model, info = loaded
         with about(f"{self.name!r} cannot be loaded"):
+            applied = getattr(model, "_hf_peft_config_loaded", False)
+            checkpoint_files.require_no_adapter(self.config_file.parent, applied)
             require_values_read(model, info["unexpected_keys"])
             if self.quantization is None:
                 checkpoint_files.require_float_weights(self.config_file.parent, model, info["unexpected_keys"])

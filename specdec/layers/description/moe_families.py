@@ -51,7 +51,7 @@ MIXTURES = {
 
 UNFUSED = (
     *("afmoe", "axk1", "cohere2_moe", "deepseek_v2", "dots1", "flex_olmo", "glm4v_moe", "hunyuan_v1_moe", "laguna"),
-    *("minimax_m2", "olmoe", "phimoe", "solar_open"),
+    *("minimax_m2", "olmoe", "phimoe", "qwen3_vl_moe", "solar_open"),
 )
 """Folders of families whose experts are those of Qwen3-MoE, and whose layers have no fused form."""
 

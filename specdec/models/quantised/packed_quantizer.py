@@ -102,6 +102,9 @@ class PackedQuantizer(HfQuantizer):
                 if name.endswith("bias"):
                     biases.register_parameter(name, parameter)
             self.model.set_submodule(path, biases)
+            parent: Any = self.model.get_submodule(path.rpartition(".")[0])
+            if not (parent._parameters or parent._buffers):  # nothing of its own needs to be initialised
+                parent._is_hf_initialized = True  # some classes initialise weights of their modules
         loaded: Any = self.model
         self._ignored = loaded._keys_to_ignore_on_load_unexpected
         loaded._keys_to_ignore_on_load_unexpected = {""}  # every tensor has been judged

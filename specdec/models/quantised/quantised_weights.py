@@ -162,10 +162,11 @@ class QuantisedWeights:
             return None
         path, _, last = name.rpartition(".")
         module = self._modules[path]
+        if one and last != "weight":
+            last = PROJECTIONS.get(one["name"], one["name"])
         if mixture_of(module, "Experts") is None:
             is_linear = type(module) is nn.Linear and last == "weight"
             return WeightPlace(path, last, module.weight.shape if is_linear else None)
-        last = PROJECTIONS.get(one["name"], one["name"]) if one else last
         experts = self._experts_of(module)
         shape = None if experts is None else _shapes_of(experts).get(last)
         return WeightPlace(path, last, shape, experts, int(one["number"]) if one else None)
