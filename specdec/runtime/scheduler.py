@@ -45,7 +45,7 @@ class RequestBatch:
         self.params = [request.params for request in requests]
         self.logprobs = [each.logprobs for each in self.params]
         self.max_total_len: IntArray = np.array([request.max_total_len for request in requests], dtype=np.int64)
-        self.constrained = [request for request in requests if request.settled.grammar_state is not None]
+        self.constrained = restricted(requests)
         self.fixed = np.array([request.has_fixed_draft for request in requests], dtype=np.bool_)
 
     def present(self) -> list[int]:
