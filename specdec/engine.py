@@ -219,7 +219,7 @@ class Engine:
                 for each in requests:
                     while not each.finished:
                         self._advance(each)
-                        update(sum(request.finished for request in requests))
+                        update(lambda: sum(request.finished for request in requests))
                     each.require_whole()
         finally:
             self.inbox.abort_unended(requests)

@@ -1,6 +1,7 @@
 """Progress of slow work, on standard error and only on a terminal; stages of a training, which take hours, are shown
 everywhere. Also the report of interrupted work."""
 
+import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,6 +21,9 @@ from rich.progress import (
 )
 from rich.text import Text
 
+COUNT_SECONDS = 0.2
+"""Least time between two calls of a function that counts what is done."""
+
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
@@ -31,15 +35,21 @@ def working(what: str) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(what: str, total: int, done: int = 0, *, enabled: bool = True) -> Iterator[Callable[..., None]]:
-    """Show a bar up to `total`. The block gets `update(done, what)`; `what` is optional."""
+    """Show a bar up to `total`. The block gets `update(done, what)`; `what` is optional, and `done` may be a function,
+    which is called a few times a second."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    is_shown = enabled and console.is_terminal
+    is_shown, next_count = enabled and console.is_terminal, -math.inf
     with Progress(*columns, *times, console=console, transient=True, disable=not is_shown) as bar:
         task = bar.add_task(what, total=total, completed=done)
 
-        def update(done: int, what: str | None = None) -> None:
+        def update(done: int | Callable[[], int], what: str | None = None) -> None:
+            nonlocal next_count
+            if callable(done):
+                if bar.get_time() < next_count:
+                    return
+                done, next_count = done(), bar.get_time() + COUNT_SECONDS
             bar.update(task, completed=done, description=what)
 
         yield update

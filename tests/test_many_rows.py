@@ -17,6 +17,8 @@ from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
 from specdec.kvcache.table import PREALLOC_SLOTS
 from specdec.runtime.request_output import RowTotals
 from specdec.runtime.rounds.result import DraftShape
+from specdec.sampling.grammars.grammar import GrammarState
+from specdec.sampling.grammars.token_rules import TokenRules
 from specdec.sampling.sampling_table import SamplerFeatures, SamplingTable
 
 from inside import (
@@ -266,10 +268,16 @@ def test_only_the_end_of_an_output_shortens_a_draft(draft):
 
 
 def test_restricted_requests_are_those_with_active_rules():
-    requests = [request_of(number) for number in range(4)]
-    for request, free in ((requests[1], False), (requests[2], True), (requests[3], False)):
-        request.settled = request.settled._replace(grammar_state=SimpleNamespace(free=free))
-    assert restricted(requests) == [requests[1], requests[3]] and restricted(requests[::2]) == []
+    """Rules that no longer hold are dropped with the token that ends them, not asked in every step."""
+    requests, ends = [request_of(number) for number in range(3)], frozenset([3])
+    for request, least in ((requests[1], 1), (requests[2], 2)):
+        rules = TokenRules.from_params(SamplingParams(min_tokens=least), ends, 64)
+        request.settled = request.settled._replace(grammar_state=GrammarState(None, None, ends, rules, least))
+    assert restricted(requests) == requests[1:]
+    for left in ([requests[2]], []):
+        for request in requests:
+            request.settle([1])
+        assert restricted(requests) == left
 
 
 def test_sampler_features_are_those_of_the_batch_at_hand():

@@ -9,7 +9,7 @@ import torch
 from specdec.errors import faults_go_to
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.launches import HostCopy
-from specdec.runtime.request import Request, RequestState
+from specdec.runtime.request import Request, RequestState, restricted
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundShape
 from specdec.sampling.grammars.grammar import GrammarState, compute_masks, tree_masks
@@ -21,14 +21,13 @@ def prepare_masks(requests: Sequence[Request]) -> list[Request]:
 
     If a grammar raises, only its own request ends.
     """
-    guided = [request for request in requests if request.grammar_state is not None]
-    if not guided:
-        return []
-    compute_masks([request.grammar_state for request in guided])
-    for request in guided:
+    guided = restricted(requests)
+    states = [request.settled.grammar_state for request in guided]
+    compute_masks(states)
+    for request, state in zip(guided, states, strict=True):
         with faults_go_to(partial(request.fail, "grammar")):
-            assert request.grammar_state is not None
-            request.grammar_state.mask  # noqa: B018 - made once, and kept there
+            assert state is not None
+            state.mask  # noqa: B018 - made once, and kept there
             if request.state is RequestState.DECODE:
                 request.forced  # noqa: B018
     return guided

@@ -39,7 +39,7 @@ class RequestProgress(NamedTuple):
     stats: its figures, except those of the rounds that `row_totals` counts in `row`.
     row_totals: None if no round was settled since the request got its row, or if the output ended within a round.
     reader: decodes the output so far, for stop strings.
-    grammar_state: None: it has no grammar.
+    grammar_state: state of its grammar and token rules; None: every token is allowed from here on.
     """
 
     num_tokens: int
@@ -162,8 +162,7 @@ class Request:
     @property
     def grammar_state(self) -> GrammarState | None:
         """State of its grammar and token rules after the newest token; None: every token is allowed."""
-        state = self.settled.grammar_state
-        return None if state is None or state.free else state
+        return self.settled.grammar_state
 
     @property
     def grammar_ended_it(self) -> bool:
@@ -254,6 +253,8 @@ class Request:
             self._logprobs += logprobs[:taken]
         if row_totals is None or taken < len(emitted):
             stats, row_totals = self._stats_after(row_totals, taken, num_drafts, num_forced), None
+        if state is not None and state.free:
+            state = None
         now = start + taken, finish_reason, stats, reader, state, row_totals, self.row
         self.settled = tuple.__new__(RequestProgress, now)  # the constructor takes twice as long
         if self.updated_ids is not None:
@@ -329,8 +330,7 @@ def table_rows(requests: Sequence[Request]) -> IntArray:
 
 def restricted(requests: Sequence[Request]) -> list[Request]:
     """The requests with a `grammar_state`: only some tokens are allowed next."""
-    guided = [request for request in requests if request.settled.grammar_state is not None]
-    return [request for request in guided if request.grammar_state is not None]
+    return [request for request in requests if request.settled.grammar_state is not None]
 
 
 def _failed(called: str, error: BaseException) -> RequestFailedError:

@@ -45,7 +45,7 @@ class RequestBatch:
         self.params = [request.params for request in requests]
         self.logprobs = [each.logprobs for each in self.params]
         self.max_total_len: IntArray = np.array([request.max_total_len for request in requests], dtype=np.int64)
-        self.constrained = [request for request in requests if request.settled.grammar_state is not None]
+        self.constrained = restricted(requests)
         self.fixed = np.array([request.has_fixed_draft for request in requests], dtype=np.bool_)
 
     def present(self) -> list[int]:
@@ -167,14 +167,14 @@ class Scheduler:
         due = self._pages_to_come(self.running)
         available = np.array([pool.available_pages for pool in self.table.allocator.pools])
         admitted_ids: list[int] = []  # sorted, so in order of arrival
-        put_off = 0
+        put_off: list[Request] = []
         for request in self.waiting:
-            if len(self.running) + put_off >= self.max_running:
+            if len(self.running) + len(put_off) >= self.max_running:
                 break
             if self.running and (due > available).any():
                 break
             if self.prefixes.should_wait_for_prefix(request, rank(request)):
-                put_off += 1  # reserve a row for it
+                put_off.append(request)  # reserve a row for it
                 continue
             due = due + self._pages_to_begin(request)
             if self.running and (due > available).any():
@@ -187,10 +187,13 @@ class Scheduler:
             admitted.append(request)
             insort(admitted_ids, request.id)
         if admitted:
-            self.waiting = [request for request in self.waiting if request.state is RequestState.WAITING]
-            for request in self.waiting:
+            self.waiting[: len(admitted) + len(put_off)] = put_off
+            overtaken = [request for request in self.waiting if request.id < admitted_ids[-1]]
+            before = [*map(rank, overtaken)]
+            for request in overtaken:
                 request.times_overtaken += _num_later(admitted_ids, request)
-            self.waiting.sort(key=rank)  # passed requests may have gained a level
+            if before != [*map(rank, overtaken)]:  # some have gained a level
+                self.waiting.sort(key=rank)
         return admitted
 
     def next_prefill(self) -> tuple[list[Request], IntArray]:

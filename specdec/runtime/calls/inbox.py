@@ -79,6 +79,7 @@ class Inbox:
 
     def process(self) -> None:
         """Hand submitted requests to the scheduler, then end aborted ones and free their row and slots."""
+        numbers = [*self._aborted]  # of requests that have arrived; later numbers are left to the next call
         while self._arrived:
             request = self._arrived[0]
             if self.closed:
@@ -87,13 +88,15 @@ class Inbox:
                 self.live[request.id] = request
                 self._steps.scheduler.submit(request)
             self._arrived.popleft()
-        while self._aborted:
-            aborted = self.live.get(self._aborted[0])
-            if aborted is not None:
-                aborted.end("abort")
-                self._steps.scheduler.release_requests(aborted)
-                self._steps.drop_lost()
-                self.remove_ended(aborted.id)
+        aborted = [self.live[number] for number in dict.fromkeys(numbers) if number in self.live]
+        for request in aborted:
+            request.end("abort")
+        if aborted:
+            self._steps.scheduler.release_requests(*aborted)  # in one call, which looks at all that wait
+            self._steps.drop_lost()
+        for request in aborted:
+            self.remove_ended(request.id)
+        for _ in numbers:
             self._aborted.popleft()
 
     def remove_ended(self, number: int) -> None:
