@@ -1,5 +1,5 @@
-"""Training without its command: what rows predict, the loss, MTP modules that learn and are saved, and the states of
-batches."""
+"""Training without its command: prompts of a file, what rows predict, the loss, MTP modules that learn and are saved,
+and the states of batches."""
 
 import json
 from dataclasses import asdict
@@ -21,6 +21,7 @@ from specdec.training.draft_loss import draft_loss
 from specdec.training.head_training import TrainableBlock
 from specdec.training.native_mtp_training import neutral, trainable_native_mtp
 from specdec.training.packed_rows import PackedRows, pack_rows, predicted_rows
+from specdec.training.target_answers import read_prompt_file
 from specdec.training.train_settings import TrainSettings
 from specdec.training.training_loop import TrainingBatches
 
@@ -34,6 +35,22 @@ def documents(lengths: list[tuple[int, int]]) -> list[tuple[np.ndarray, int]]:
 
 def batch_of(docs: list[tuple[np.ndarray, int]], length: int) -> Any:
     return PackedRows(*(x.long() for x in pack_rows(docs, length)))
+
+
+def test_answers_in_a_prompt_file_are_no_part_of_its_prompts(tmp_path: Path) -> None:
+    """The target answered after the answer at the end of a chat, and an answer that is no text refused the file."""
+    asked, answered = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    rows = [
+        {"prompt": "a", "messages": [asked, answered]},
+        {"messages": [asked, answered, asked, answered, answered]},
+        {"messages": [asked]},
+        {"question": "a", "answer": 18, "category": 2},
+    ]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert read_prompt_file(tmp_path / "p.jsonl") == [[asked], [asked, answered, asked], [asked], [asked]]
+    (tmp_path / "p.jsonl").write_text(json.dumps({"messages": [answered]}))
+    with pytest.raises(ConfigError, match=r"p\.jsonl:1: 'messages' are all the assistant's"):
+        read_prompt_file(tmp_path / "p.jsonl")
 
 
 @deep_cases("qwen3", "gemma3")
