@@ -15,10 +15,11 @@ from mtp_checkpoints import Published, publish
 from specdec import Engine, EngineConfig
 from specdec.draft_models.native_mtp.mtp_drafter import MtpFamily
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
+from specdec.loading.drafter_loading import load_any_drafter
 from specdec.models.target import TargetModel
 from specdec.training import assistant_training
 from specdec.training.draft_loss import draft_loss
-from specdec.training.head_training import TrainableBlock
+from specdec.training.head_training import TrainableBlock, trainable_block, trainable_eagle3
 from specdec.training.native_mtp_training import neutral, trainable_native_mtp
 from specdec.training.packed_rows import PackedRows, pack_rows, predicted_rows
 from specdec.training.target_answers import read_prompt_file
@@ -95,6 +96,21 @@ def test_rows_of_answers_begin_blocks(make_target) -> None:
     assert trainable.learnt_rows(batch)[0].nonzero()[:, 0].tolist() == [3, 4, 5, 6, 7, 8, 9]
     draft_loss(trainable, batch, trainable.target_states(batch), 5).backward()
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in trainable.module.parameters())
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_head_learns_from_a_target_of_few_layers(layers, make_target, tmp_path) -> None:
+    """It has no third state from the end: a run ended in a traceback, or with a drafter that could not be read."""
+    target = TargetModel(make_target("llama", num_hidden_layers=layers))
+    settings = TrainSettings(target="", prompts=[], out=tmp_path, heads=4, mask_token=0)
+    batch = batch_of(documents([(11, 4)]), 14)
+    for make in (trainable_eagle3, trainable_block):
+        trainable = make(target, settings)
+        known = {name: states.bfloat16() for name, states in trainable.target_states(batch).items()}
+        draft_loss(trainable, batch, known, settings.draft_steps).backward()
+        trainable.save(tmp_path / make.__name__)
+        read: Any = load_any_drafter(str(tmp_path / make.__name__), target)
+        assert read.spec.aux_layers == trainable.aux_layers and set(trainable.aux_layers) <= {*range(layers + 1)}
 
 
 class Scaled:
