@@ -24,7 +24,7 @@ from specdec.training.native_mtp_training import neutral, trainable_native_mtp
 from specdec.training.packed_rows import PackedRows, pack_rows, predicted_rows
 from specdec.training.target_answers import read_prompt_file
 from specdec.training.train_settings import TrainSettings
-from specdec.training.training_loop import TrainingBatches
+from specdec.training.training_loop import MixedOptimizer, TrainingBatches
 
 from marks import deep, deep_cases
 
@@ -111,6 +111,21 @@ def test_a_head_learns_from_a_target_of_few_layers(layers, make_target, tmp_path
         trainable.save(tmp_path / make.__name__)
         read: Any = load_any_drafter(str(tmp_path / make.__name__), target)
         assert read.spec.aux_layers == trainable.aux_layers and set(trainable.aux_layers) <= {*range(layers + 1)}
+
+
+def test_a_weight_that_no_draft_step_reads_is_kept(make_target, tmp_path) -> None:
+    """One step passes no state on: an assistant's projection of it has no gradient, and a run ended in a traceback."""
+    target = TargetModel(make_target("llama"))
+    settings = TrainSettings(target="", prompts=[], out=tmp_path, kind="assistant", layers=1)
+    trainable = assistant_training.trainable_assistant(target, settings)
+    batch = batch_of(documents([(11, 4)]), 14)
+    known = {name: states.bfloat16() for name, states in trainable.target_states(batch).items()}
+    draft_loss(trainable, batch, known, 1).backward()
+    weights = dict(trainable.module.named_parameters())
+    before = {name: weight.clone() for name, weight in weights.items()}
+    MixedOptimizer(torch.nn.ModuleDict(trainable.trained), 1e-3, 1e-2).step(1.0)
+    kept = {name for name, weight in weights.items() if weight.ndim == 2 and torch.equal(weight, before[name])}
+    assert kept == {"post_projection.weight"}
 
 
 class Scaled:
