@@ -4,6 +4,7 @@ and the states of batches."""
 import json
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from specdec.draft_models.native_mtp.mtp_drafter import MtpFamily
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specdec.loading.drafter_loading import load_any_drafter
 from specdec.models.target import TargetModel
-from specdec.training import assistant_training
+from specdec.training import assistant_training, training_loop
 from specdec.training.draft_loss import draft_loss
 from specdec.training.head_training import TrainableBlock, trainable_block, trainable_eagle3
 from specdec.training.native_mtp_training import neutral, trainable_native_mtp
@@ -267,3 +268,15 @@ def test_states_are_those_of_the_rows(tmp_path: Path, kept: int):
     assert batches.kept_bytes <= batches.max_bytes and batches.kept_bytes == a_batch * len(batches.kept) / ROWS
     assert sum(reader.forwards) == 12 * 3 - 2 * len(batches.kept), "a row is computed once, or each time"
     assert len(batches.kept) == kept * ROWS and len(reader.forwards) <= 9
+
+
+@pytest.mark.parametrize("rank", [0, 1, 4])
+def test_each_of_many_processes_has_a_row_of_few(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Five processes share two rows; those of rank 2 and above had an empty batch, which raised."""
+    process = SimpleNamespace(process_index=rank, num_processes=5)
+    monkeypatch.setattr(training_loop, "PartialState", lambda: process)
+    documents = [(np.arange(1 + i, 13 + i, dtype=np.int32), 4) for i in range(2)]
+    settings = TrainSettings(target="", prompts=[], out=tmp_path, length=LENGTH, rows=ROWS)
+    reader: Any = Reader()
+    upcoming = TrainingBatches(reader, documents, settings).from_step(0)
+    assert [len(next(upcoming)[0].ids) for _ in range(3)] == [1, 1, 1]

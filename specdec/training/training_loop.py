@@ -45,6 +45,7 @@ class TrainingBatches:
         for number in itertools.count(step):
             epoch, at = divmod(number, max(1, self.count // self.width))
             order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed + epoch), device="cpu")
+            order = order.repeat(-(-self.width // self.count))  # of fewer rows than processes, some have the same
             index = order[at * self.width + self.rank : (at + 1) * self.width : self.processes]
             parts = self._states(index.tolist())
             yield self._batch(index), {name: torch.cat([x[name] for x in parts]).to(self.device) for name in parts[0]}
