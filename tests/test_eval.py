@@ -143,6 +143,7 @@ def test_paths_and_the_word_none_are_understood(tmp_path):
         ({"task": "mt-bench"}, "mt-bench needs its prompts"),
         ({"task": "humaneval", "shots": 2}, "shots=2: humaneval has no worked examples"),
         ({"params": SamplingParams(1_000_000)}, "problem 0 may take 10000"),
+        ({"params": SamplingParams(2, n=2)}, "n=2: each problem has one answer"),
         ({"config": EngineConfig(device="cuda:99")}, "device='cuda:99' cannot be used"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,

@@ -1,9 +1,10 @@
-"""Training without its command: what rows predict, the loss, MTP modules that learn and are saved, and the states of
-batches."""
+"""Training without its command: prompts of a file, what rows predict, the loss, MTP modules that learn and are saved,
+and the states of batches."""
 
 import json
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,16 @@ from mtp_checkpoints import Published, publish
 from specdec import Engine, EngineConfig
 from specdec.draft_models.native_mtp.mtp_drafter import MtpFamily
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
+from specdec.loading.drafter_loading import load_any_drafter
 from specdec.models.target import TargetModel
-from specdec.training import assistant_training
+from specdec.training import assistant_training, training_loop
 from specdec.training.draft_loss import draft_loss
-from specdec.training.head_training import TrainableBlock
+from specdec.training.head_training import TrainableBlock, trainable_block, trainable_eagle3
 from specdec.training.native_mtp_training import neutral, trainable_native_mtp
 from specdec.training.packed_rows import PackedRows, pack_rows, predicted_rows
+from specdec.training.target_answers import read_prompt_file
 from specdec.training.train_settings import TrainSettings
-from specdec.training.training_loop import TrainingBatches
+from specdec.training.training_loop import MixedOptimizer, TrainingBatches
 
 from marks import deep, deep_cases
 
@@ -34,6 +37,22 @@ def documents(lengths: list[tuple[int, int]]) -> list[tuple[np.ndarray, int]]:
 
 def batch_of(docs: list[tuple[np.ndarray, int]], length: int) -> Any:
     return PackedRows(*(x.long() for x in pack_rows(docs, length)))
+
+
+def test_answers_in_a_prompt_file_are_no_part_of_its_prompts(tmp_path: Path) -> None:
+    """The target answered after the answer at the end of a chat, and an answer that is no text refused the file."""
+    asked, answered = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    rows = [
+        {"prompt": "a", "messages": [asked, answered]},
+        {"messages": [asked, answered, asked, answered, answered]},
+        {"messages": [asked]},
+        {"question": "a", "answer": 18, "category": 2},
+    ]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert read_prompt_file(tmp_path / "p.jsonl") == [[asked], [asked, answered, asked], [asked], [asked]]
+    (tmp_path / "p.jsonl").write_text(json.dumps({"messages": [answered]}))
+    with pytest.raises(ConfigError, match=r"p\.jsonl:1: 'messages' are all the assistant's"):
+        read_prompt_file(tmp_path / "p.jsonl")
 
 
 @deep_cases("qwen3", "gemma3")
@@ -78,6 +97,36 @@ def test_rows_of_answers_begin_blocks(make_target) -> None:
     assert trainable.learnt_rows(batch)[0].nonzero()[:, 0].tolist() == [3, 4, 5, 6, 7, 8, 9]
     draft_loss(trainable, batch, trainable.target_states(batch), 5).backward()
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in trainable.module.parameters())
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_head_learns_from_a_target_of_few_layers(layers, make_target, tmp_path) -> None:
+    """It has no third state from the end: a run ended in a traceback, or with a drafter that could not be read."""
+    target = TargetModel(make_target("llama", num_hidden_layers=layers))
+    settings = TrainSettings(target="", prompts=[], out=tmp_path, heads=4, mask_token=0)
+    batch = batch_of(documents([(11, 4)]), 14)
+    for make in (trainable_eagle3, trainable_block):
+        trainable = make(target, settings)
+        known = {name: states.bfloat16() for name, states in trainable.target_states(batch).items()}
+        draft_loss(trainable, batch, known, settings.draft_steps).backward()
+        trainable.save(tmp_path / make.__name__)
+        read: Any = load_any_drafter(str(tmp_path / make.__name__), target)
+        assert read.spec.aux_layers == trainable.aux_layers and set(trainable.aux_layers) <= {*range(layers + 1)}
+
+
+def test_a_weight_that_no_draft_step_reads_is_kept(make_target, tmp_path) -> None:
+    """One step passes no state on: an assistant's projection of it has no gradient, and a run ended in a traceback."""
+    target = TargetModel(make_target("llama"))
+    settings = TrainSettings(target="", prompts=[], out=tmp_path, kind="assistant", layers=1)
+    trainable = assistant_training.trainable_assistant(target, settings)
+    batch = batch_of(documents([(11, 4)]), 14)
+    known = {name: states.bfloat16() for name, states in trainable.target_states(batch).items()}
+    draft_loss(trainable, batch, known, 1).backward()
+    weights = dict(trainable.module.named_parameters())
+    before = {name: weight.clone() for name, weight in weights.items()}
+    MixedOptimizer(torch.nn.ModuleDict(trainable.trained), 1e-3, 1e-2).step(1.0)
+    kept = {name for name, weight in weights.items() if weight.ndim == 2 and torch.equal(weight, before[name])}
+    assert kept == {"post_projection.weight"}
 
 
 class Scaled:
@@ -219,3 +268,15 @@ def test_states_are_those_of_the_rows(tmp_path: Path, kept: int):
     assert batches.kept_bytes <= batches.max_bytes and batches.kept_bytes == a_batch * len(batches.kept) / ROWS
     assert sum(reader.forwards) == 12 * 3 - 2 * len(batches.kept), "a row is computed once, or each time"
     assert len(batches.kept) == kept * ROWS and len(reader.forwards) <= 9
+
+
+@pytest.mark.parametrize("rank", [0, 1, 4])
+def test_each_of_many_processes_has_a_row_of_few(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Five processes share two rows; those of rank 2 and above had an empty batch, which raised."""
+    process = SimpleNamespace(process_index=rank, num_processes=5)
+    monkeypatch.setattr(training_loop, "PartialState", lambda: process)
+    documents = [(np.arange(1 + i, 13 + i, dtype=np.int32), 4) for i in range(2)]
+    settings = TrainSettings(target="", prompts=[], out=tmp_path, length=LENGTH, rows=ROWS)
+    reader: Any = Reader()
+    upcoming = TrainingBatches(reader, documents, settings).from_step(0)
+    assert [len(next(upcoming)[0].ids) for _ in range(3)] == [1, 1, 1]

@@ -90,9 +90,9 @@ class BlockSpec(HeadSpec):
 
 def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:
     """Target states for a new block drafter, spread evenly from layer 1's output to layer n - 3's, each named by the
-    layer it enters."""
-    last = num_layers - 3
-    return tuple(2 + round(i * (last - 1) / (count - 1)) for i in range(count))
+    layer it enters; of one or two layers, those that enter them."""
+    first, last = min(2, num_layers - 1), max(0, num_layers - 2)
+    return tuple(first + round(i * (last - first) / (count - 1)) for i in range(count))
 
 
 class Gemma4BlockLayer(HeadLayer):

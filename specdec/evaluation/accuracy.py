@@ -85,6 +85,8 @@ def evaluate(
     compare = (not data_set.graded and drafter is not None) if compare is None else compare
     if compare and drafter is None:
         raise ConfigError("compare without a drafter: there is nothing to compare plain decoding with; give a drafter")
+    if params.n > 1:
+        raise ConfigError(f"n={params.n}: each problem has one answer; leave n out, or run again with another seed")
     if limit < 0:
         raise ConfigError(f"limit={limit}: a number of problems, or 0 for all, is expected")
     most = context_length(Checkpoint.from_name(target, loading).hf_config().get_text_config()).max_len

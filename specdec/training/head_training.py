@@ -105,7 +105,7 @@ def trainable_eagle3(target: TargetModel, settings: TrainSettings) -> TrainableE
     spec = Eagle3Spec(
         **_layer_shape(target, settings, hidden, settings.layers or 1),
         target_hidden_size=target.hidden_size,
-        aux_layers=(2, num_layers // 2, num_layers - 3),
+        aux_layers=(min(2, num_layers), num_layers // 2, max(0, num_layers - 3)),
         draft_vocab_size=min(settings.draft_vocab, target.vocab_size),
         owns_embed=hidden != target.hidden_size,
         fc_norm=True,

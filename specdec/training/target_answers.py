@@ -1,7 +1,7 @@
 """Prompts from files, and the target's own answers to them. A drafter learns from these answers only.
 
 A prompt file holds one JSON object per line, with "messages" (a chat), "question", "prompt" or "turns" (only the first
-turn is read). Every line is checked before any work begins.
+turn is read). The file's own answers are not read. Every line is checked before any work begins.
 """
 
 import itertools
@@ -95,20 +95,25 @@ def read_prompt_file(path: Path) -> list[Chat]:
 
 
 def _chat_of(record: dict[str, Any], where: str) -> Chat:
-    """The "messages" of an object, else its question as a message. Raises ConfigError, whose text begins with
-    `where`."""
+    """The "messages" of an object without the answers at their end, which the target writes; else its question as a
+    message. Raises ConfigError, whose text begins with `where`."""
     given = [key for key in PROMPT_KEYS if record.get(key) is not None]
     if not given:
         keys = f"{', '.join(PROMPT_KEYS)} is expected; keys are {sorted(record)}"
         raise ConfigError(f"{where}: an object with one of {keys}")
     chat: Chat = []
     if given != ["messages"]:
-        chat = [{"role": "user", "content": parse_problem(record, where).text.strip()}]
+        question = parse_problem({key: record.get(key) for key in QUESTION_KEYS}, where)
+        chat = [{"role": "user", "content": question.text.strip()}]
     if "messages" in given:
         try:
             chat = as_messages(record["messages"])
         except ConfigError as error:
             raise ConfigError(f"{where}: 'messages': {error}") from error
+        asked = [at for at, message in enumerate(chat, start=1) if message["role"] != "assistant"]
+        if not asked:
+            raise ConfigError(f"{where}: 'messages' are all the assistant's; one that it answers is expected")
+        chat = chat[: asked[-1]]
     return chat
 
 

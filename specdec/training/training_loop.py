@@ -45,6 +45,7 @@ class TrainingBatches:
         for number in itertools.count(step):
             epoch, at = divmod(number, max(1, self.count // self.width))
             order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed + epoch), device="cpu")
+            order = order.repeat(-(-self.width // self.count))  # of fewer rows than processes, some have the same
             index = order[at * self.width + self.rank : (at + 1) * self.width : self.processes]
             parts = self._states(index.tolist())
             yield self._batch(index), {name: torch.cat([x[name] for x in parts]).to(self.device) for name in parts[0]}
@@ -91,9 +92,10 @@ class MixedOptimizer:
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
-        """One update at `scale` times the peak rates; clears the gradients."""
+        """One update at `scale` times the peak rates; clears the gradients. A weight without one is kept: a single
+        draft step passes no state on, so its projection is not read."""
         for weight, master in zip(self.parameters, self.masters, strict=True):
-            master.grad, weight.grad = _grad(weight).float(), None
+            master.grad, weight.grad = None if weight.grad is None else weight.grad.float(), None
         nn.utils.clip_grad_norm_(self.clipped, 1.0)
         for optimizer, peak in self.optimizers:
             for group in optimizer.param_groups:
@@ -118,11 +120,6 @@ class MixedOptimizer:
         self._write_weights()
 
 
-def _grad(weight: nn.Parameter) -> torch.Tensor:
-    assert weight.grad is not None, "every weight of a drafter takes part in its loss"
-    return weight.grad
-
-
 def schedule(fraction: float) -> float:
     """Warm-up over the first 2 %, then half a cosine down to 0."""
     if fraction < 0.02:
@@ -133,8 +130,8 @@ def schedule(fraction: float) -> float:
 def average_gradients(weights: list[nn.Parameter]) -> None:
     """Average over the processes of `accelerate launch`."""
     if PartialState().num_processes > 1:
-        for weight in weights:
-            _grad(weight).copy_(reduce(_grad(weight).float(), "mean"))
+        for grad in (weight.grad for weight in weights if weight.grad is not None):
+            grad.copy_(reduce(grad.float(), "mean"))
 
 
 def train_steps(
