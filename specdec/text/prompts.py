@@ -142,7 +142,8 @@ def chat_ids(
     own = {} if chat_template is None else {"chat_template": chat_template}
     try:
         if special_tokens_in_content == "escape":
-            template = template_text(chat_template or getattr(tokenizer, "chat_template", None))
+            # chat_template may be the name of one of the tokenizer's
+            template = template_text(chat_template) + template_text(getattr(tokenizer, "chat_template", None))
             found = content_tokens(tokenizer, template, len(tokenizer))
             broken, told, marker = found.broken(chat, options)
             if marker:
