@@ -357,9 +357,11 @@ def test_a_token_across_a_border_is_of_the_first_text_alone():
 
 
 def fallback():
-    """Byte fallback: a run of bytes is decoded as a whole."""
-    tokenizer = Tokenizer(models.BPE({f"<0x{value:02X}>": value for value in range(256)}, [], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    """Byte fallback, of which a run of bytes is decoded as a whole, and a space, which alone is no text."""
+    vocab = {f"<0x{value:02X}>": value for value in range(256)} | {"▁": 256}
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
 
 
@@ -370,13 +372,16 @@ def fallback():
         ("😀😀!".encode(), [0, 0, 0, 0, 1, 1, 1, 1, 2]),
         (b"\xa1" * 6, [0, 1, 2, 3, 4, 5]),
         (b"\xe5\xa5\xa1\xa1!\xc3", [0, 0, 0, 1, 2, 3]),
+        (b"\xca \xca \xca", [0, 1, 2, 3, 4]),
     ],
-    ids=["two emoji", "no character", "a byte too many"],
+    ids=["two emoji", "no character", "a byte too many", "spaces"],
 )
 def test_each_token_is_of_one_text_whatever_its_bytes_make(make, written, begins):
     """Bytes that continue no character began with the last that was one, so that some were of no text at all."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=make())
+    vocab = tokenizer.get_vocab()
     ids = [token for byte in written for token in range(256) if token_bytes(tokenizer, token) == bytes([byte])]
+    ids = [vocab.get("▁", token) if token_bytes(tokenizer, token) == b" " else token for token in ids]
     for size in (1, 2, 9):
         texts, given = TokenTexts(tokenizer), []
         for at in range(0, len(ids), size):

@@ -53,8 +53,8 @@ class TokenTexts:
         added, unfinished = token_bytes(self._tokenizer, token), self._unfinished
         decoder = getincrementaldecoder("utf-8")("replace")
         decoder.decode(unfinished + added)
-        self._unfinished = decoder.getstate()[0]
-        if unfinished and _may_be_text(unfinished + added[:1]):
+        self._unfinished = decoder.getstate()[0] if added else b""  # a space may be no text when decoded alone
+        if unfinished and added and _may_be_text(unfinished + added[:1]):
             return self.begins[-1]  # another part of one character
         # the first part of a character can hide the characters before it until its last part is there
         in_bytes = REPLACEMENT in token_text(self._tokenizer, token)
