@@ -171,6 +171,25 @@ def test_an_answer_with_a_broken_call_can_be_sent_back():
     assert more.status_code == 200, more.text
 
 
+NINE = """\
+{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls or [] %}[TOOL_CALLS]
+{%- if call.id | length != 9 %}{{ raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
+{%- endif %}{% endfor %}{% endfor %}{{ tools | tojson if tools }}"""
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_a_call_can_be_sent_back_to_a_template_that_insists_on_ids_of_nine_characters(choice):
+    """Mistral's: those of forced calls were of another kind, and the next request a 400."""
+    call = {"name": "f", "arguments": {}}
+    with reciting(template=NINE, tool_parser="mistral") as reciter:
+        reciter.answer_next(json.dumps(call) if choice == "required" else f"[TOOL_CALLS][{json.dumps(call)}]", "x")
+        asked = {"messages": [USER], "tools": [TOOL], "tool_choice": choice}
+        message = reciter.post("chat/completions", **asked).json()["choices"][0]["message"]
+        result = RESULT | {"tool_call_id": message["tool_calls"][0]["id"]}
+        more = reciter.post("chat/completions", messages=[USER, message, result], tools=[TOOL])
+    assert more.status_code == 200 and result["tool_call_id"].isalnum(), more.text
+
+
 def said(text):
     return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
 
