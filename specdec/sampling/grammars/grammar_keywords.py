@@ -6,7 +6,7 @@ schemas, and where it has data.
 
 from typing import Any
 
-ANYTHING = (True, {})
+ANYTHING: tuple[Any, ...] = (True, {})
 IDLE: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "propertyNames": (*ANYTHING, {"type": "string"}),
