@@ -5,11 +5,11 @@ from contextlib import ExitStack
 from functools import cache
 
 import pytest
-from reciting import HARMONY, reciting
+from reciting import HARMONY, reciting, tokenizer_for
 from transformers import PreTrainedTokenizerBase
 
 from specdec.serving.openai.chat_template import thought_field
-from specdec.text.prompts import asks_for_none
+from specdec.text.prompts import asks_for_none, chat_ids
 
 SHOWN = """\
 {%- for m in messages %}<{{ m.role }}>
@@ -20,6 +20,13 @@ SHOWN = """\
 ADDING = """\
 {%- for m in messages %}{{ '<' + m.role + '>' + m.content }}
 {%- for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}{% endfor %}"""
+TEXTUAL = """\
+{%- for m in messages %}{{ '<' + m.role + '>' }}
+{%- for call in m.tool_calls or [] %}{{ '[' + call['function']['name'] + '|' + call['function']['arguments'] + ']' }}
+{%- else %}{{ m.content }}{% endfor %}{% endfor %}"""
+DESCRIBED = """\
+{%- for tool in tools %}{% set tool = tool.function %}
+{{- "// " + tool.description + "\\n" }}{{ tool.name }}{% endfor %}"""
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "8"}
@@ -64,6 +71,32 @@ def test_a_content_that_is_null_is_none_to_a_template_that_asks(template, expect
     monkeypatch.setattr(PreTrainedTokenizerBase, "apply_chat_template", newest)
     messages = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT]
     assert prompt_of(template, "chat/completions", messages=messages).startswith(expected)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "engine"])
+def test_a_template_that_joins_arguments_with_text_gets_them_as_json(path, prompt_of):
+    """DeepSeek's: every request whose messages had a call was a 400."""
+    call = CALL | {"function": {"name": "f", "arguments": '{"a": "é <eos>", "b": {"c": [1]}}'}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call, CALL]}
+    if path == "engine":
+        read = {**call["function"], "arguments": json.loads(call["function"]["arguments"])}
+        tokenizer, messages = (
+            tokenizer_for(TEXTUAL),
+            [USER, answer | {"tool_calls": [{**call, "function": read}, CALL]}],
+        )
+        prompt = tokenizer.decode(chat_ids(tokenizer, messages, special_tokens_in_content="escape"))
+        assert messages[1]["tool_calls"][0]["function"] is read, "the messages of the caller stay as they are"
+    else:
+        prompt = prompt_of(TEXTUAL, path, messages=[USER, answer, RESULT])
+    assert prompt.startswith('<user>Hi<assistant>[f|{"a": "é <eos>", "b": {"c": [1]}}][f|{}]')
+
+
+def test_a_tool_without_a_description_reaches_a_template_that_joins_it_with_text(prompt_of):
+    """GPT-OSS's: "'dict object' has no attribute 'description'" was a 400."""
+    described = TOOL | {"function": TOOL["function"] | {"name": "g", "description": "Adds."}}
+    prompt = prompt_of(DESCRIBED, "chat/completions", messages=[USER], tools=[TOOL, described])
+    assert prompt == "// \nf// Adds.\ng"
+    assert '"description": ""' not in prompt_of(SHOWN, "chat/completions", messages=[USER], tools=[TOOL])
 
 
 @pytest.mark.parametrize(
@@ -136,6 +169,25 @@ def test_an_answer_with_a_broken_call_can_be_sent_back():
         assert message["tool_calls"][0]["function"]["arguments"].startswith('{"a": 1')
         more = reciter.post("chat/completions", messages=[asked[0], message, asked[1]])
     assert more.status_code == 200, more.text
+
+
+NINE = """\
+{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls or [] %}[TOOL_CALLS]
+{%- if call.id | length != 9 %}{{ raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
+{%- endif %}{% endfor %}{% endfor %}{{ tools | tojson if tools }}"""
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_a_call_can_be_sent_back_to_a_template_that_insists_on_ids_of_nine_characters(choice):
+    """Mistral's: those of forced calls were of another kind, and the next request a 400."""
+    call = {"name": "f", "arguments": {}}
+    with reciting(template=NINE, tool_parser="mistral") as reciter:
+        reciter.answer_next(json.dumps(call) if choice == "required" else f"[TOOL_CALLS][{json.dumps(call)}]", "x")
+        asked = {"messages": [USER], "tools": [TOOL], "tool_choice": choice}
+        message = reciter.post("chat/completions", **asked).json()["choices"][0]["message"]
+        result = RESULT | {"tool_call_id": message["tool_calls"][0]["id"]}
+        more = reciter.post("chat/completions", messages=[USER, message, result], tools=[TOOL])
+    assert more.status_code == 200 and result["tool_call_id"].isalnum(), more.text
 
 
 def said(text):

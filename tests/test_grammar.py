@@ -134,13 +134,44 @@ def test_text_that_is_lost_does_not_fill_lines(start, allowed):
         assert start(written, json_object=True).may_end
 
 
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        # Zod writes a record so
+        ({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"const": 1}}, '{"a": 1}'),
+        ({"items": {"enum": [1]}, "uniqueItems": False, "not": False, "unevaluatedItems": {}}, "[1, 1]"),
+        ({"properties": {"uniqueItems": False, "not": {"const": 2}}, "required": ["not"]}, '{"not": 2}'),
+        ({"const": {"uniqueItems": False}}, '{"uniqueItems": false}'),
+        ({"$defs": {"x": {"allOf": [{"const": 1, "dependencies": {}}]}}, "$ref": "#/$defs/x"}, "1"),
+    ],
+    ids=str,
+)
+def test_a_keyword_that_restricts_nothing_is_no_reason_to_refuse_a_schema(schema, text, start):
+    before = json.dumps(schema)
+    assert start(text, json_schema=schema).may_end and json.dumps(schema) == before
+
+
+def test_a_property_that_is_called_like_a_keyword_is_kept(start, allowed):
+    state = start('{"', json_schema={"properties": {"uniqueItems": False, "a": {}}, "additionalProperties": False})
+    assert allowed(state.mask) == "a", "no object may have the other"
+
+
+@pytest.mark.parametrize("reference", ["https://a.example/x", "https://a.example/s#/$defs/x", "x", "urn:of:x"])
+def test_a_reference_to_a_schema_within_the_schema_is_followed_by_its_address(reference, start):
+    x = {"$id": "urn:of:x" if reference == "urn:of:x" else "x", "const": 1}
+    schema = {"$id": "https://a.example/s", "$defs": {"x": x}, "items": {"$ref": reference}}
+    assert start("[1]", json_schema=schema | {"type": "array"}).may_end
+
+
 REFUSED = [
     ({"regex": "(a"}, ["regex cannot be followed (unclosed group)"]),
     ({"regex": "a(?=b)"}, ["look-around", "not supported"]),
     ({"json_schema": {"type": "text"}}, ["json_schema cannot be followed (Invalid type: text)"]),
     ({"json_schema": {"not": {"type": "null"}}}, ["Unimplemented keys", "not"]),
     ({"json_schema": {"type": "array", "uniqueItems": True}}, ["uniqueItems"]),
+    ({"json_schema": {"propertyNames": {"pattern": "^a"}}}, ["propertyNames"]),
     ({"json_schema": {"$ref": "#/$defs/x"}}, ["/$defs/x"]),
+    ({"json_schema": {"$ref": "#"}}, ["json_schema cannot be followed (no text does)"]),
     ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, ["minimum (5) is greater than maximum (3)"]),
     ({"json_schema": "false"}, ["schema is false"]),
     ({"json_schema": "3"}, ["an object or boolean"]),

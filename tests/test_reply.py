@@ -5,6 +5,7 @@ import itertools
 import random
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from specdec.errors import ConfigError, StoppingError
@@ -14,7 +15,7 @@ from specdec.serving.openai.chat_message import MessageBuilder, whole_message
 from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Text
 from specdec.serving.tools.answer_parser import REASONING, AnswerParser, AnswerReader, reasoning_format
 from specdec.serving.tools.tool_parsers import PARSERS
-from specdec.text.detokenize import Detokenizer, token_text
+from specdec.text.detokenize import Detokenizer, token_bytes, token_text
 from specdec.text.token_texts import TokenTexts
 
 from stand_ins import byte_level
@@ -353,3 +354,40 @@ def test_a_token_across_a_border_is_of_the_first_text_alone():
         range(3, 4),
     ]
     assert texts.tokens_in(0, 13) == range(4, 4)
+
+
+def fallback():
+    """Byte fallback, of which a run of bytes is decoded as a whole, and a space, which alone is no text."""
+    vocab = {f"<0x{value:02X}>": value for value in range(256)} | {"▁": 256}
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [byte_level, fallback])
+@pytest.mark.parametrize(
+    ("written", "begins"),
+    [
+        ("😀😀!".encode(), [0, 0, 0, 0, 1, 1, 1, 1, 2]),
+        (b"\xa1" * 6, [0, 1, 2, 3, 4, 5]),
+        (b"\xe5\xa5\xa1\xa1!\xc3", [0, 0, 0, 1, 2, 3]),
+        (b"\xca \xca \xca", [0, 1, 2, 3, 4]),
+    ],
+    ids=["two emoji", "no character", "a byte too many", "spaces"],
+)
+def test_each_token_is_of_one_text_whatever_its_bytes_make(make, written, begins):
+    """Bytes that continue no character began with the last that was one, so that some were of no text at all."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make())
+    vocab = tokenizer.get_vocab()
+    ids = [token for byte in written for token in range(256) if token_bytes(tokenizer, token) == bytes([byte])]
+    ids = [vocab.get("▁", token) if token_bytes(tokenizer, token) == b" " else token for token in ids]
+    for size in (1, 2, 9):
+        texts, given = TokenTexts(tokenizer), []
+        for at in range(0, len(ids), size):
+            start = texts.length
+            texts.read(ids[at : at + size], finished=at + size >= len(ids))
+            given += texts.tokens_in(start, texts.length)
+        assert [*given, *texts.tokens_after()] == list(range(len(ids)))
+        if make is byte_level or written.decode(errors="ignore").encode() == written:
+            assert texts.begins == begins

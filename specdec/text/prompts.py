@@ -4,6 +4,7 @@ It knows no engine and no vocabulary. Every error is one sentence that shows the
 """
 
 import inspect
+import json
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -141,7 +142,8 @@ def chat_ids(
     own = {} if chat_template is None else {"chat_template": chat_template}
     try:
         if special_tokens_in_content == "escape":
-            template = template_text(chat_template or getattr(tokenizer, "chat_template", None))
+            # chat_template may be the name of one of the tokenizer's
+            template = template_text(chat_template) + template_text(getattr(tokenizer, "chat_template", None))
             found = content_tokens(tokenizer, template, len(tokenizer))
             broken, told, marker = found.broken(chat, options)
             if marker:
@@ -161,6 +163,8 @@ def _templated(tokenizer: Any, chat: list[dict[str, Any]], /, *, tokenize: bool,
     if getattr(type(tokenizer), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template:
         template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
         chat = [_as_read(message, *contents_read(tokenizer, template)) for message in chat]
+        if any(message.get("tool_calls") for message in chat) and reads_arguments_as_text(tokenizer, template):
+            chat = [_with_text_arguments(message) for message in chat]
         if any(message.get("content", "") is None for message in chat) and asks_for_none(template):
             text = _rendered(tokenizer, template, chat, **options)
             return text_ids(tokenizer, text, special_tokens=False) if tokenize else text
@@ -186,6 +190,36 @@ def contents_read(tokenizer: Any, template: str) -> tuple[bool, bool]:
         return False
 
     return writes(TRIAL_TEXT), writes([{"type": "text", "text": TRIAL_TEXT, TRIAL_KEY: TRIAL_KEY}])
+
+
+@lru_cache(maxsize=16)
+def reads_arguments_as_text(tokenizer: Any, template: str) -> bool:
+    """Does a chat template write calls only if their arguments are JSON text? DeepSeek's fail with an object."""
+
+    def takes(arguments: Any) -> bool:
+        function = {"name": TRIAL_TEXT, "arguments": arguments}
+        calls = [{"id": TRIAL_TEXT, "type": "function", "function": function}]
+        content = None if asks_for_none(template) else ""
+        answer = {"role": "assistant", "content": content, "tool_calls": calls}
+        with suppress(Exception):  # a template is a program: it can raise anything
+            return TRIAL_TEXT in _rendered(tokenizer, template, [{"role": "user", "content": ""}, answer])
+        return False
+
+    return takes("{}") and not takes({})
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its calls as JSON text."""
+
+    def written(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
+            return call
+        text = json.dumps(function["arguments"], ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": text}}
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": list(map(written, calls))} if isinstance(calls, (list, tuple)) else message
 
 
 def _as_read(message: dict[str, Any], strings: bool, parts: bool) -> dict[str, Any]:

@@ -9,10 +9,11 @@ begins at the same character.
 """
 
 from bisect import bisect_left
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.text.detokenize import REPLACEMENT, Detokenizer, ids_of, num_tokens, token_bytes
+from specdec.text.detokenize import REPLACEMENT, Detokenizer, ids_of, num_tokens, token_bytes, token_text
 
 
 class TokenTexts:
@@ -29,6 +30,7 @@ class TokenTexts:
         """Characters handed out."""
         self._settled = 0  # characters that no later token changes
         self._tail = ""  # the text after the settled characters, if the output ended here
+        self._unfinished = b""  # the bytes of a character that the next token may continue
         self._given = 0  # tokens before this index have been assigned to a piece of text, or to none
 
     def read(self, token_ids: Sequence[int], *, finished: bool) -> str:
@@ -37,16 +39,27 @@ class TokenTexts:
             self._ids.append(token)
             pending = len(self._reader.pending)
             after = self._reader.update(self._ids, self._reach)
-            begin = self._settled + _common(self._tail, after)
-            if self._tail.endswith(REPLACEMENT) and b"\x80" <= token_bytes(self._tokenizer, token)[:1] < b"\xc0":
-                begin = self.begins[-1]  # another part of one character
-            self.begins.append(begin)
+            self.begins.append(self._begin(token, after))
             settled = len(self._reader.pending) - pending
             self._settled += settled
             self._tail = after[settled:]
         new = self._reader.stream(self._ids, self._stops, finished=finished)
         self.length += len(new)
         return new
+
+    def _begin(self, token: int, after: str) -> int:
+        """Character at which a token begins. after: the unsettled text with it. No token begins before its neighbours:
+        tokens_in searches by character."""
+        added, unfinished = token_bytes(self._tokenizer, token), self._unfinished
+        decoder = getincrementaldecoder("utf-8")("replace")
+        decoder.decode(unfinished + added)
+        self._unfinished = decoder.getstate()[0] if added else b""  # a space may be no text when decoded alone
+        if unfinished and added and _may_be_text(unfinished + added[:1]):
+            return self.begins[-1]  # another part of one character
+        # the first part of a character can hide the characters before it until its last part is there
+        in_bytes = REPLACEMENT in token_text(self._tokenizer, token)
+        begin = self._settled + (len(self._tail) if in_bytes else _common(self._tail, after))
+        return max([begin, *self.begins[-1:]])
 
     def tokens_in(self, start: int, end: int) -> range:
         """The tokens that wrote the characters [start, end), except tokens that an earlier call returned."""
@@ -63,6 +76,15 @@ class TokenTexts:
         first = max(self._given, bisect_left(self.begins, self.length))
         self._given = len(self.begins)
         return range(first, self._given)
+
+
+def _may_be_text(beginning: bytes) -> bool:
+    """Do these bytes begin a text in UTF-8? Its last character may be unfinished."""
+    try:
+        getincrementaldecoder("utf-8")().decode(beginning)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _common(first: str, second: str) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 from specdec.config import MAX_FORCED_TOKENS, SamplingParams
 from specdec.errors import ConfigError, clipped, faults_go_to
 from specdec.sampling.grammars.grammar_bounds import cannot_follow, compiles_in_linear_time, require_bounded
+from specdec.sampling.grammars.grammar_keywords import drop_idle_keywords
 from specdec.sampling.grammars.grammar_trial import GrammarTrial, with_large_stack
 from specdec.sampling.grammars.token_rules import TokenRules, Words, only_bit, token_bits
 
@@ -155,6 +156,7 @@ class GrammarLibrary:
         else:
             schema = json.loads(value) if name == "json_schema" else {"type": "object"}
             schema = {} if schema is True else schema
+            drop_idle_keywords(schema)
             text = json.dumps(schema)
             grammar = make.grammar_from_json_schema(text, _options(schema))
             del schema  # ten times as large as its text, and this may wait
@@ -304,7 +306,8 @@ def reason_of(message: str) -> str:
     """The library's reason, without the part of the grammar that it quotes."""
     lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
     named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return clipped((named or lines or ["it gives no reason"])[0], 200)
+    reason = (named or lines or ["it gives no reason"])[0]
+    return "no text does" if reason == "NoExtensionBias" else clipped(reason, 200)
 
 
 def _options(schema: Any) -> dict[str, Any] | None:

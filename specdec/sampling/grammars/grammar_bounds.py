@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urldefrag, urljoin, urlsplit
 
 import numpy as np
 
@@ -94,11 +94,14 @@ def _require_depth(name: str, depth: int) -> None:
 
 
 def _require_references(schema: Any) -> None:
-    found = ((key, value) for key, value in members(schema) if key in REFERENCES and isinstance(value, str))
+    base = schema.get("$id", "") if isinstance(schema, Mapping) else ""
+    texts = [(key, value) for key, value in members(schema) if isinstance(value, str)]
+    bundled = {_document(value, base) for key, value in texts if key == "$id"}
+    found = ((key, value) for key, value in texts if key in REFERENCES)
     for count, (key, value) in enumerate(found, start=1):
         if count > MAX_REFERENCES:
             raise cannot_follow("json_schema", f"it has more than {MAX_REFERENCES} references", "inline some of them")
-        if _is_elsewhere(value):
+        if _is_elsewhere(value) and _document(value, base) not in bundled:
             reason = f"{key}={shown(value)} is elsewhere, and nothing is fetched"
             raise cannot_follow("json_schema", reason, "put the definition into $defs")
 
@@ -110,6 +113,14 @@ def _is_elsewhere(reference: str) -> bool:
     except ValueError:
         return True
     return bool(parts.scheme or parts.netloc) and parts.netloc != "json-schema.org"
+
+
+def _document(reference: str, base: Any) -> str:
+    """The address of the document that a reference or `$id` names."""
+    try:
+        return urldefrag(urljoin(base, reference)).url
+    except (TypeError, ValueError):
+        return reference
 
 
 def _depth(text: str, opening: str, closing: str) -> int:

@@ -18,6 +18,8 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Fields for the thoughts of an earlier answer, in the order of preference."""
 ROLES = {"developer": "system", "tool_responses": "tool"}
 """What templates call a role that OpenAI renamed, and the one in which google-adk sends tool results to a Gemma 4."""
+JOINED_DESCRIPTION = re.compile(r"""\+ *tool(\.function)?\.description\b""")
+"""GPT-OSS's template fails for a tool without a description."""
 NOT_OPTIONS = {
     "chat_template": "a template is a program, and this server runs its own",
     "tools": "tools say it",
@@ -29,11 +31,11 @@ NOT_OPTIONS = {
 async def chat_prompt(body: ChatRequest, state: ServeState, tools: Sequence[Tool]) -> list[int]:
     """The token ids of a chat. tools: those that the template is told."""
     options = body.chat_template_kwargs or {}
-    told = {"tools": [tool.model_dump(exclude_none=True) for tool in tools]} if tools else {}
     for name, reason in NOT_OPTIONS.items():
         if name in options:
             raise refused("chat_template_kwargs", f"chat_template_kwargs holds {name}: {reason}; leave it out")
     template = template_text(getattr(state.tokenizer, "chat_template", None))
+    told = {"tools": [_plain_tool(tool, template) for tool in tools]} if tools else {}
     plain = (_plain(f"messages[{index}]", message, template) for index, message in enumerate(body.messages))
     messages = await state.engine.off_loop(lambda: list(plain))
     return await state.engine.chat_prompt(
@@ -92,6 +94,14 @@ def _plain(place: str, message: Message, template: str) -> dict[str, Any]:
         if field == "thinking" and plain.get("tool_calls") and plain["content"]:
             # before a call GPT-OSS writes either as the same kind of message, and refuses both
             plain |= {"thinking": f"{thought}\n{plain['content']}", "content": ""}
+    return plain
+
+
+def _plain_tool(tool: Tool, template: str) -> dict[str, Any]:
+    """Convert a tool for the template: absent fields are left out, but for a description that it joins with text."""
+    plain = tool.model_dump(exclude_none=True)
+    if JOINED_DESCRIPTION.search(template):
+        plain["function"].setdefault("description", "")
     return plain
 
 

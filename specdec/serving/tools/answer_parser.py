@@ -16,6 +16,7 @@ quotation.
 
 import re
 import secrets
+import string
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -304,7 +305,8 @@ class AnswerParser(CharacterReader):
         self._pieces.append(Piece(event, start, self._told))
 
     def _new_id(self) -> str:
-        return f"call_{secrets.token_hex(12)}"
+        # Mistral's templates insist on nine letters and digits, of forced calls too
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 def _joined(first: Event, second: Event) -> Event | None:

@@ -5,8 +5,6 @@ reader = AnswerReader(tokenizer, parser())   # for one answer
 for delta in engine.stream(...): events = reader.read(delta)
 """
 
-import secrets
-import string
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,9 +62,6 @@ class MistralParser(JsonToolParser):
         require_syntax((yield from self._peek()) == "{")
         self._begin_call(name)
         yield from self._json_value(self._arguments)
-
-    def _new_id(self) -> str:
-        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))  # templates insist on it
 
 
 class GemmaParser(JsonToolParser):
