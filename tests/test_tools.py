@@ -116,6 +116,18 @@ CASES = {
         ("<|tool_call>call f{}<tool_call|>", None, []),
         ("<|tool_call>call:f{a:}<tool_call|>", "}<tool_call|>", [("f", '{"a": ')]),
         ('<|tool_call>call:f{a:<|"|>Par', "", [("f", '{"a": "Par')]),
+        # of a text: without the first quote, with quotes within, with quotes of other languages
+        ('<|tool_call>call:f{a:Rome, Italy<|"|>,n:5}<tool_call|>', "", [("f", '{"a": "Rome, Italy", "n": 5}')]),
+        ("<|tool_call>call:f{a:Rome, Italy}<tool_call|>", "Italy}<tool_call|>", [("f", '{"a": "Rome", ')]),
+        ('<|tool_call>call:f{xs:[Rome,b c],s:<|"|>x<|"|>}<tool_call|>', "",
+         [("f", '{"xs": ["Rome", "b c"], "s": "x"}')]),
+        ('<|tool_call>call:f{a:<|"|>d = {<|"|>k<|"|>: g(<|"|>v<|"|>, x)}<|"|>,n:5}<tool_call|>', "",
+         [("f", '{"a": "d = {\\"k\\": g(\\"v\\", x)}", "n": 5}')]),
+        ('<|tool_call>call:f{<|"|>a<|"|>:<|"|>x<|"|>,<|"|>b<|"|>:<|"|>y<|"|>}<tool_call|>', "",
+         [("f", '{"a": "x", "b": "y"}')]),
+        ("<|tool_call>call:f{xs:['it's', 'b, c'],o:{'k':'v'}}<tool_call|>", "",
+         [("f", '{"xs": ["it\'s", "b, c"], "o": {"k": "v"}}')]),
+        ('<|tool_call>call:f{a:<|"|>x<|"|> y}<tool_call|> z', "<tool_call|> z", [("f", '{"a": "x\\" y}')]),
     ],
     "functiongemma": [
         ("<start_function_call>call:weather{city:<escape>Paris<escape>}<end_function_call>", "", [WEATHER]),

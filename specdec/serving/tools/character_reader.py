@@ -98,11 +98,12 @@ class CharacterReader:
             self._at += len(mark)
         return part == mark
 
-    def _while(self, fits: Callable[[str], object]) -> Reading[str]:
-        """Read all characters up to one that does not fit."""
+    def _while(self, fits: Callable[[str], object], most: int = 1 << 30) -> Reading[str]:
+        """Read all characters, at most `most`, up to one that does not fit."""
         text = ""
         while fits(char := (yield from self._next())):
             text += char
+            require_syntax(len(text) <= most)
         self._back()
         return text
 
