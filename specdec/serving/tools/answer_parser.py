@@ -25,7 +25,7 @@ from specdec.errors import StoppingError, require_one_of
 from specdec.runtime.request_output import GenerationOutput, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Event, EventTokens, Kind, Piece, Text
-from specdec.serving.tools.character_reader import CharacterReader, CutOff, NotACall, Reading, require_syntax
+from specdec.serving.tools.character_reader import CharacterReader, CutOff, NotACall, Reading
 from specdec.text.detokenize import DraftColours
 from specdec.text.token_texts import TokenTexts
 
@@ -285,10 +285,7 @@ class AnswerParser(CharacterReader):
         """Read white space and one of these strings, which ends the call."""
         self._phase = "closing"
         self._release()
-        read = yield from self._solid()
-        while read not in ends:
-            require_syntax(any(end.startswith(read) for end in ends))
-            read += yield from self._next()
+        yield from self._one_of(*ends)
         self._release()
 
     def _end_call(self, *, whole: bool) -> None:

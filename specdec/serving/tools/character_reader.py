@@ -142,6 +142,14 @@ class CharacterReader:
         for expected in text:
             require_syntax((yield from self._next()) == expected)
 
+    def _one_of(self, *marks: str) -> Reading[str]:
+        """Read white space and one of these strings. Returns the string."""
+        read = yield from self._solid()
+        while read not in marks:
+            require_syntax(any(mark.startswith(read) for mark in marks))
+            read += yield from self._next()
+        return read
+
     def _text_until(self, end: str, most: int = 1 << 30) -> Reading[str]:
         """Read the text before the string `end`, at most `most` characters, and the string itself."""
         text = ""

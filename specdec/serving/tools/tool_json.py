@@ -4,10 +4,13 @@ Values are checked and passed on character by character, so that arguments strea
 ends in strings, lone backslashes, a missing last brace.
 """
 
+import ast
 import json
 import re
 import string
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from specdec.serving.tools.answer_parser import AnswerParser
@@ -307,9 +310,19 @@ def typed(text: str, types: frozenset[str]) -> str:
     try:
         value = json.loads(written, parse_constant=_no_constant)
     except (ValueError, RecursionError):
-        return quoted(text)
+        return quoted(text) if "string" in types else _repaired(text, types)
     fits = "string" not in types or type_of(value) in types - {"string"}
     return written if fits else quoted(text)
+
+
+def _repaired(text: str, types: frozenset[str]) -> str:
+    """Convert a list or object with line ends in its strings, or written as in Python, if its schema accepts it."""
+    for read in (partial(json.loads, strict=False), ast.literal_eval):
+        with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            value = read(text.strip())
+            if type_of(value) in types & {"array", "object"}:
+                return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return quoted(text)
 
 
 def _no_constant(name: str) -> None:
