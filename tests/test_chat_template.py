@@ -20,6 +20,9 @@ SHOWN = """\
 ADDING = """\
 {%- for m in messages %}{{ '<' + m.role + '>' + m.content }}
 {%- for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}{% endfor %}"""
+STRICT = """\
+{%- for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('No second system message.') }}
+{%- endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"""
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "8"}
@@ -136,6 +139,37 @@ def test_an_answer_with_a_broken_call_can_be_sent_back():
         assert message["tool_calls"][0]["function"]["arguments"].startswith('{"a": 1')
         more = reciter.post("chat/completions", messages=[asked[0], message, asked[1]])
     assert more.status_code == 200, more.text
+
+
+def system(text, role="system"):
+    return {"role": role, "content": text}
+
+
+@pytest.mark.parametrize(
+    ("template", "path", "body"),
+    [
+        (STRICT, "chat/completions", {"messages": [system("A"), system("B", "developer"), USER]}),
+        (STRICT, "responses", {"instructions": "A", "input": [system("B", "developer"), USER]}),
+        (SHOWN, "chat/completions", {"messages": [system("A"), system("B"), USER]}),
+    ],
+)
+def test_system_messages_at_the_beginning_are_one_where_a_template_takes_one(template, path, body, prompt_of):
+    """Instructions of a response and its developer messages, as agents send them, were refused by such templates."""
+    expected = "<system>A\n\nB<user>Hi" if template == STRICT else "<system>A<system>B<user>Hi"
+    assert prompt_of(template, path, **body).startswith(expected)
+
+
+def test_a_later_system_message_stays_where_it_is_and_the_template_decides():
+    with reciting(template=STRICT) as reciter:
+        refusal = reciter.post("chat/completions", messages=[system("A"), USER, system("B"), USER])
+    assert refusal.status_code == 400 and "No second system message." in refusal.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_an_answer_of_thoughts_alone_can_be_sent_back(field, prompt_of):
+    """Clients send back null as its content if it was cut off before it had any."""
+    messages = [USER, {"role": "assistant", "content": None, field: "Hm"}, USER]
+    assert prompt_of(SHOWN, "chat/completions", messages=messages).startswith("<user>Hi<assistant>(Hm)<user>Hi")
 
 
 def said(text):
