@@ -290,6 +290,30 @@ def deltas(ids, sizes):
     yield StreamDelta("", ids[at:], [], GenerationOutput([], ids, "", "stop", RequestStats(), []))
 
 
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("Eight, I think.", "Eight, I think."),
+        ("Eight. " * 60, "Eight. " * 60),
+        ("Eight.<|return|>", "Eight."),
+        ("Eight.<|end|><|start|>assistant<|channel|>final<|message|> Yes.", "Eight. Yes."),
+        ("final<|message|>Eight.<|return|>", "Eight."),
+        ("<|channel|>fin", ""),
+        (" to=functions.f<|chan", ""),
+        ("", ""),
+    ],
+    ids=["short", "long", "ended", "more", "mark missing", "channel cut", "recipient cut", "nothing"],
+)
+def test_an_answer_without_a_header_is_content(text, content):
+    """Models trained on without channels write none. It was lost, or began with the end of the prompt."""
+    for pieces in ([text], text):
+        parser = PARSERS["harmony"]()
+        parser.prime(parser.begun_by("Hi<|end|><|start|>assistant"))
+        found = [piece.event for part in pieces for piece in parser.feed(part)]
+        found += [piece.event for piece in parser.finish()]
+        assert gathered(found) == (content, [])
+
+
 @pytest.mark.parametrize("sizes", [[], [1], [2, 0, 3], [1] * 40], ids=["one", "two", "some", "tokens"])
 def test_special_tokens_of_the_format_reach_the_parser_and_others_do_not(sizes, byte_tokenizer):
     tokenizer = copy.deepcopy(byte_tokenizer)
