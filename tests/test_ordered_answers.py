@@ -71,7 +71,7 @@ FORMATS = {
         lambda f, args: f"<start_function_call>call:{f}{as_gemma(args, '<escape>')}<end_function_call>",
         None,
     ),
-    "mistral": ("mistral", "none", lambda f, args: f"[TOOL_CALLS]{f}[ARGS]{json.dumps(args)}", None),
+    "mistral": ("mistral", "mistral", lambda f, args: f"[TOOL_CALLS]{f}[ARGS]{json.dumps(args)}", "[THINK]%s[/THINK]"),
     "granite": ("granite", "none", called("<|tool_call|>[%s]<|/tool_call|>"), None),
     "cohere": ("cohere", "none", called("<|START_ACTION|>[%s]<|END_ACTION|>"), None),
     "harmony": (

@@ -47,6 +47,7 @@ REASONING: dict[str, ReasoningFormat] = {
     "deepseek_r1": ReasoningFormat("<think>", "</think>", always=True),
     "qwen3": ReasoningFormat("<think>", "</think>"),
     "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", again=True),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
 }
 """Values of `--reasoning-parser`."""
 
@@ -112,7 +113,7 @@ class AnswerParser(CharacterReader):
     def written(self) -> tuple[str, ...]:
         """Tokens that the text must contain, whether special or not."""
         form = self._thoughts
-        return self.special if form is None else (*self.special, form.opens.split(">")[0] + ">", form.closes)
+        return self.special if form is None else (*self.special, form.opens.removesuffix("thought"), form.closes)
 
     def begun_by(self, prompt_end: str, continued: str = "") -> str:
         """The end of a prompt that `prime` must read. continued: text of an answer that the prompt continues."""
@@ -164,9 +165,13 @@ class AnswerParser(CharacterReader):
         """Read a thought, a call, or one character of content. Raises CutOff at the end of the text."""
         self._phase = ""
         try:
-            if self._may_think and self._thoughts is not None and (yield from self._sees(self._thoughts.opens)):
-                yield from self._thought(self._thoughts)
-                return
+            if (form := self._thoughts) is not None and self._may_think:
+                if (yield from self._sees(form.opens)):
+                    yield from self._thought(form)
+                    return
+                if self._gap is not None and (yield from self._sees(form.closes)):  # of a thought without text
+                    self._end_thought(form)
+                    return
             yield from self._call()
             self._release()
             self._end_call(whole=True)
@@ -188,7 +193,7 @@ class AnswerParser(CharacterReader):
         self._gap, self._kind, self._thinking = "", None, True
         while True:
             yield from self._plain_text()
-            if self._is_silent() and (yield from self._sees(form.opens)):
+            if self._kind is None and (yield from self._sees(form.opens)):
                 self._gap = ""  # some models repeat the marker
             elif (yield from self._sees(form.closes)):
                 break
@@ -198,13 +203,12 @@ class AnswerParser(CharacterReader):
             else:
                 self._think((yield from self._released()))
             self._release()
+        self._end_thought(form)
+
+    def _end_thought(self, form: ReasoningFormat) -> None:
         self._release()
         self._gap, self._marked, self._kind, self._thinking = "", True, None, False
         self._may_think = form.again
-
-    def _is_silent(self) -> bool:
-        """Is the current text still empty?"""
-        return self._kind is None
 
     def _ends_in_call(self, form: ReasoningFormat) -> Reading[bool]:
         """The held characters begin a call within a thought. If the thought is closed later, the call is a quotation
