@@ -19,7 +19,12 @@ import numpy as np
 
 from specdec.config import MAX_FORCED_TOKENS, SamplingParams
 from specdec.errors import ConfigError, clipped, faults_go_to
-from specdec.sampling.grammars.grammar_bounds import cannot_follow, compiles_in_linear_time, require_bounded
+from specdec.sampling.grammars.grammar_bounds import (
+    cannot_follow,
+    compiles_in_linear_time,
+    drop_other_formats,
+    require_bounded,
+)
 from specdec.sampling.grammars.grammar_trial import GrammarTrial, with_large_stack
 from specdec.sampling.grammars.token_rules import TokenRules, Words, only_bit, token_bits
 
@@ -155,6 +160,7 @@ class GrammarLibrary:
         else:
             schema = json.loads(value) if name == "json_schema" else {"type": "object"}
             schema = {} if schema is True else schema
+            drop_other_formats(schema)
             text = json.dumps(schema)
             grammar = make.grammar_from_json_schema(text, _options(schema))
             del schema  # ten times as large as its text, and this may wait

@@ -28,6 +28,19 @@ REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Value of "x-guidance" in a schema for JSON on one line."""
 
+FORMATS = frozenset(
+    {
+        *("date-time", "time", "date", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6"),
+        *("uuid", "uri", "uri-reference", "uri-template", "iri", "iri-reference", "json-pointer"),
+        *("relative-json-pointer", "regex"),
+    }
+)
+"""Formats that JSON Schema defines. The library follows most of them, and refuses the others."""
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Members of a schema whose own members are schemas by name."""
+LITERALS = ("const", "enum", "default", "examples")
+"""Members of a schema that are no schemas."""
+
 PLAIN_CHARS = 8192
 PLAIN_DEPTH = 16
 PLAIN_KEYS = frozenset(
@@ -132,6 +145,20 @@ def members(value: Any) -> Iterator[tuple[str, Any]]:
             left.extend(one.values())
         elif isinstance(one, list):
             left.extend(one)
+
+
+def drop_other_formats(schema: Any) -> None:
+    """Remove the formats from a schema that JSON Schema does not define, such as "path": they describe a text, and
+    constrain nothing."""
+    left = [(schema, False)]  # values, and whether they are objects of schemas by name
+    while left:
+        one, by_name = left.pop()
+        if isinstance(one, list):
+            left.extend((each, False) for each in one)
+        elif isinstance(one, dict):
+            if not by_name and isinstance(name := one.get("format"), str) and name not in FORMATS:
+                del one["format"]
+            left.extend((v, not by_name and key in NAMED) for key, v in one.items() if by_name or key not in LITERALS)
 
 
 def _is_plain(schema: Any, depth: int = 0) -> bool:
