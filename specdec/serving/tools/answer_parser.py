@@ -166,11 +166,12 @@ class AnswerParser(CharacterReader):
         self._phase = ""
         try:
             if (form := self._thoughts) is not None and self._may_think:
-                if (yield from self._sees(form.opens)):
+                begins = yield from self._sees(form.opens)
+                if not begins and self._gap is not None:  # one without text may have its last marker alone
+                    begins = yield from self._sees(form.closes)
+                    self._back_to(0)
+                if begins:
                     yield from self._thought(form)
-                    return
-                if self._gap is not None and (yield from self._sees(form.closes)):  # of a thought without text
-                    self._end_thought(form)
                     return
             yield from self._call()
             self._release()
@@ -193,7 +194,7 @@ class AnswerParser(CharacterReader):
         self._gap, self._kind, self._thinking = "", None, True
         while True:
             yield from self._plain_text()
-            if self._kind is None and (yield from self._sees(form.opens)):
+            if self._is_silent() and (yield from self._sees(form.opens)):
                 self._gap = ""  # some models repeat the marker
             elif (yield from self._sees(form.closes)):
                 break
@@ -203,12 +204,12 @@ class AnswerParser(CharacterReader):
             else:
                 self._think((yield from self._released()))
             self._release()
-        self._end_thought(form)
-
-    def _end_thought(self, form: ReasoningFormat) -> None:
         self._release()
         self._gap, self._marked, self._kind, self._thinking = "", True, None, False
         self._may_think = form.again
+
+    def _is_silent(self) -> bool:
+        return self._kind is None  # the current text is still empty
 
     def _ends_in_call(self, form: ReasoningFormat) -> Reading[bool]:
         """The held characters begin a call within a thought. If the thought is closed later, the call is a quotation
