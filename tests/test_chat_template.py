@@ -27,6 +27,9 @@ TEXTUAL = """\
 DESCRIBED = """\
 {%- for tool in tools %}{% set tool = tool.function %}
 {{- "// " + tool.description + "\\n" }}{{ tool.name }}{% endfor %}"""
+STRICT = """\
+{%- for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('No second system message.') }}
+{%- endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"""
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "8"}
@@ -188,6 +191,37 @@ def test_a_call_can_be_sent_back_to_a_template_that_insists_on_ids_of_nine_chara
         result = RESULT | {"tool_call_id": message["tool_calls"][0]["id"]}
         more = reciter.post("chat/completions", messages=[USER, message, result], tools=[TOOL])
     assert more.status_code == 200 and result["tool_call_id"].isalnum(), more.text
+
+
+def system(text, role="system"):
+    return {"role": role, "content": text}
+
+
+@pytest.mark.parametrize(
+    ("template", "path", "body"),
+    [
+        (STRICT, "chat/completions", {"messages": [system("A"), system("B", "developer"), USER]}),
+        (STRICT, "responses", {"instructions": "A", "input": [system("B", "developer"), USER]}),
+        (SHOWN, "chat/completions", {"messages": [system("A"), system("B"), USER]}),
+    ],
+)
+def test_system_messages_at_the_beginning_are_one_where_a_template_takes_one(template, path, body, prompt_of):
+    """Instructions of a response and its developer messages, as agents send them, were refused by such templates."""
+    expected = "<system>A\n\nB<user>Hi" if template == STRICT else "<system>A<system>B<user>Hi"
+    assert prompt_of(template, path, **body).startswith(expected)
+
+
+def test_a_later_system_message_stays_where_it_is_and_the_template_decides():
+    with reciting(template=STRICT) as reciter:
+        refusal = reciter.post("chat/completions", messages=[system("A"), USER, system("B"), USER])
+    assert refusal.status_code == 400 and "No second system message." in refusal.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_an_answer_of_thoughts_alone_can_be_sent_back(field, prompt_of):
+    """Clients send back null as its content if it was cut off before it had any."""
+    messages = [USER, {"role": "assistant", "content": None, field: "Hm"}, USER]
+    assert prompt_of(SHOWN, "chat/completions", messages=messages).startswith("<user>Hi<assistant>(Hm)<user>Hi")
 
 
 def said(text):

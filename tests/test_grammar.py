@@ -125,6 +125,16 @@ def test_schemas_as_mapping_and_text(schema, start, allowed):
     assert "1" in allowed(start("", json_schema=schema).mask)
 
 
+def test_formats_that_json_schema_does_not_define_constrain_nothing(start, allowed):
+    """Pydantic writes them ("path", "password", "binary"), and the library refuses them."""
+    path = {"type": "string", "format": "path"}
+    schema = {"properties": {"format": path, "const": {"anyOf": [path, {"type": "null"}]}}, "required": ["format"]}
+    assert "x" in allowed(start('{"format": "', json_schema=schema).mask)
+    assert "x" in allowed(start('{"format": "a", "const": "', json_schema=schema).mask)
+    assert allowed(start('{"format": "', json_schema={"const": {"format": "path"}}).mask) == "p"
+    assert "x" not in allowed(start('"', json_schema={"type": "string", "format": "date"}).mask)
+
+
 def test_text_that_is_lost_does_not_fill_lines(start, allowed):
     """White space between the parts of JSON: a space, or a new line and its indent."""
     for text, more in (("{", True), ("{ ", False), ("{\n", True), ("{\n" + " " * 31, True), ("{\n" + " " * 32, False)):
@@ -170,6 +180,7 @@ REFUSED = [
     ({"json_schema": {"not": {"type": "null"}}}, ["Unimplemented keys", "not"]),
     ({"json_schema": {"type": "array", "uniqueItems": True}}, ["uniqueItems"]),
     ({"json_schema": {"propertyNames": {"pattern": "^a"}}}, ["propertyNames"]),
+    ({"json_schema": {"type": "string", "format": "json-pointer"}}, ["Unknown format: json-pointer"]),
     ({"json_schema": {"$ref": "#/$defs/x"}}, ["/$defs/x"]),
     ({"json_schema": {"$ref": "#"}}, ["json_schema cannot be followed (no text does)"]),
     ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, ["minimum (5) is greater than maximum (3)"]),

@@ -38,6 +38,12 @@ def tagged(name, arguments):
     return f"<tool_call>\n<function={name}>\n{written}</function>\n</tool_call>"
 
 
+def as_glm(name, arguments):
+    values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    written = "".join(f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key, value in values.items())
+    return f"<tool_call>{name}{written}</tool_call>"
+
+
 def as_gemma(value, quote='<|"|>'):
     if isinstance(value, str):
         return f"{quote}{value}{quote}"
@@ -57,6 +63,7 @@ THINK, CHANNEL = "<think>\n%s\n</think>\n\n", "<|channel>thought\n%s\n<channel|>
 FORMATS = {
     "qwen": ("hermes", "qwen3", called("<tool_call>\n%s\n</tool_call>"), THINK),
     "coder": ("hermes", "none", tagged, None),
+    "glm": ("hermes", "qwen3", as_glm, THINK),
     "r1": ("hermes", "deepseek_r1", called("<tool_call>%s</tool_call>"), THINK),
     "gemma": ("gemma4", "gemma4", lambda f, args: f"<|tool_call>call:{f}{as_gemma(args)}<tool_call|>", CHANNEL),
     "functiongemma": (
@@ -64,7 +71,7 @@ FORMATS = {
         lambda f, args: f"<start_function_call>call:{f}{as_gemma(args, '<escape>')}<end_function_call>",
         None,
     ),
-    "mistral": ("mistral", "none", lambda f, args: f"[TOOL_CALLS]{f}[ARGS]{json.dumps(args)}", None),
+    "mistral": ("mistral", "mistral", lambda f, args: f"[TOOL_CALLS]{f}[ARGS]{json.dumps(args)}", "[THINK]%s[/THINK]"),
     "granite": ("granite", "none", called("<|tool_call|>[%s]<|/tool_call|>"), None),
     "cohere": ("cohere", "none", called("<|START_ACTION|>[%s]<|END_ACTION|>"), None),
     "harmony": (

@@ -74,6 +74,8 @@ CASES = {
     ),
     "no thought": ("qwen3", "", "  Eight, < 9 <think>x</think>", [("content", "  Eight, < 9 <think>x</think>")]),
     "empty": ("qwen3", "", "<think>\n\n</think>\n\nEight.", [("content", "Eight.")]),
+    "closed at once": ("qwen3", "", "\n</think>\n\nEight.</think>", [("content", "Eight.</think>")]),
+    "mistral": ("mistral", "", "[THINK]I count.[/THINK]Eight.", [("thought", "I count."), ("content", "Eight.")]),
     "cut": ("qwen3", "", "<think>I count </thi", [("thought", "I count </thi")]),
     "silent": ("deepseek_r1", "", "I count.</think>Eight.\n", [("thought", "I count."), ("content", "Eight.\n")]),
     "said": ("deepseek_r1", "", "<think>\nI count.\n</think>\nOk.", [("thought", "I count."), ("content", "Ok.")]),

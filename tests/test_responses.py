@@ -51,7 +51,8 @@ def chat_text(client, messages, **options):
 
 
 def test_a_response_is_the_answer_of_a_chat(client):
-    response = ask(client, instructions="Be brief.", metadata={"a": "b"})
+    unread = {"client_metadata": {"installation": "x"}}  # of Codex
+    response = ask(client, instructions="Be brief.", metadata={"a": "b"}, extra_body=unread)
     assert response.output_text == chat_text(client, [{"role": "system", "content": "Be brief."}, *CHAT])
     assert response.object == "response" and response.status in ("completed", "incomplete")
     assert response.metadata == {"a": "b"} and response.instructions == "Be brief."

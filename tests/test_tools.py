@@ -83,6 +83,10 @@ CASES = {
          "\n</tool_call>", "", [("f", '{"city": "Paris", "n": 3}')]),
         ("<tool_call><function=now></function></tool_call>", "", [("now", "{}")]),
         ("<tool_call><function=f><parameter=a>x <b> </parameter>oops", "oops", [("f", '{"a": "x <b> "')]),
+        # of GLM
+        ("<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>n</arg_key>\n<arg_value>3"
+         "</arg_value>\n</tool_call>", "", [("f", '{"city": "Paris", "n": 3}')]),
+        ("A<tool_call>f<arg_key>a</arg_key>x</arg_value></tool_call>\nB", "A\nB", [("f", '{"a": "x"}')]),
     ],
     "llama": [
         ('{"name": "weather", "parameters": {"city": "Paris"}}', "", [WEATHER]),
@@ -116,6 +120,18 @@ CASES = {
         ("<|tool_call>call f{}<tool_call|>", None, []),
         ("<|tool_call>call:f{a:}<tool_call|>", "}<tool_call|>", [("f", '{"a": ')]),
         ('<|tool_call>call:f{a:<|"|>Par', "", [("f", '{"a": "Par')]),
+        # of a text: without the first quote, with quotes within, with quotes of other languages
+        ('<|tool_call>call:f{a:Rome, Italy<|"|>,n:5}<tool_call|>', "", [("f", '{"a": "Rome, Italy", "n": 5}')]),
+        ("<|tool_call>call:f{a:Rome, Italy}<tool_call|>", "Italy}<tool_call|>", [("f", '{"a": "Rome", ')]),
+        ('<|tool_call>call:f{xs:[Rome,b c],s:<|"|>x<|"|>}<tool_call|>', "",
+         [("f", '{"xs": ["Rome", "b c"], "s": "x"}')]),
+        ('<|tool_call>call:f{a:<|"|>d = {<|"|>k<|"|>: g(<|"|>v<|"|>, x)}<|"|>,n:5}<tool_call|>', "",
+         [("f", '{"a": "d = {\\"k\\": g(\\"v\\", x)}", "n": 5}')]),
+        ('<|tool_call>call:f{<|"|>a<|"|>:<|"|>x<|"|>,<|"|>b<|"|>:<|"|>y<|"|>}<tool_call|>', "",
+         [("f", '{"a": "x", "b": "y"}')]),
+        ("<|tool_call>call:f{xs:['it's', 'b, c'],o:{'k':'v'}}<tool_call|>", "",
+         [("f", '{"xs": ["it\'s", "b, c"], "o": {"k": "v"}}')]),
+        ('<|tool_call>call:f{a:<|"|>x<|"|> y}<tool_call|> z', "<tool_call|> z", [("f", '{"a": "x\\" y}')]),
     ],
     "functiongemma": [
         ("<start_function_call>call:weather{city:<escape>Paris<escape>}<end_function_call>", "", [WEATHER]),
@@ -173,65 +189,6 @@ def test_ids_are_of_the_length_that_mistral_templates_insist_on():
 
 
 @pytest.mark.parametrize(
-    ("schema", "written", "value"),
-    [
-        ({"allOf": [{"$ref": "#/$defs/Code"}]}, "3", "3"),
-        ({"type": "integer"}, "3", 3),
-        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "true", "true"),
-        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
-        ({"type": "boolean"}, "True", True),
-        ({"type": "object"}, "no JSON", "no JSON"),
-        ({}, "3", 3),
-    ],
-    ids=str,
-)
-def test_a_value_without_quotes_is_what_the_schema_says(schema, written, value):
-    """test_schema_types.py has the types that a schema accepts."""
-    tools = {"f": {"properties": {"x": schema}, "$defs": {"Code": {"type": "string"}}}}
-    [(_, arguments)] = parsed("hermes", [tagged(parameter("x", written))], tools=tools)[1]
-    assert json.loads(arguments) == {"x": value}
-
-
-def tagged(*parameters, name="f"):
-    return f"<tool_call>\n<function={name}>\n" + "".join(parameters) + "</function>\n</tool_call>"
-
-
-def parameter(key, value):
-    return f"<parameter={key}>\n{value}\n</parameter>\n"
-
-
-CODE = """if line.endswith("</parameter>"):
-    return "<function=x>" if a < b else "</function>" """
-QUOTED = tagged(parameter("b", "2"), name="g")
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (tagged(parameter("a", CODE), parameter("b", 1)), {"a": CODE, "b": 1}),  # marks within a value
-        (tagged(parameter("a", "x </parameter> y")), {"a": "x </parameter> y"}),
-        (tagged(parameter("a", QUOTED), parameter("b", 1)), {"a": QUOTED, "b": 1}),  # a whole call, quoted
-        (tagged(parameter("a", 'find("<function=")'), parameter("b", 1)), {"a": 'find("<function=")', "b": 1}),
-        (tagged("<parameter=a>\nParis\n", parameter("b", 1)), {"a": "Paris", "b": 1}),  # one that was not closed
-        (tagged("<parameter=a>\nParis\n"), {"a": "Paris"}),
-        (tagged(parameter("a", "one"), parameter("a", "two")), {"a": "one"}),  # one that is named twice
-        (tagged(parameter("a", "one")).replace("</function>", ""), {"a": "one"}),  # the call was not closed
-        (tagged(parameter("a", "one"))[: -len("</function>\n</tool_call>")], None),  # it was cut off
-        (tagged("<parameter=a>\nPar")[: -len("</function>\n</tool_call>")], None),
-    ],
-)
-def test_what_ends_a_value_without_quotes(text, expected):
-    tools = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}}
-    content, [(name, arguments)] = parsed("hermes", [text], tools=tools)
-    assert name == "f" and content == ""
-    assert parsed("hermes", text, tools=tools) == (content, [(name, arguments)])
-    if expected is None:
-        assert arguments.strip() in ('{"a": "one"', '{"a": "Par')
-    else:
-        assert json.loads(arguments) == expected
-
-
-@pytest.mark.parametrize(
     ("name", "text"),
     [
         ("gemma4", "<|tool_call>call:f{a:1,b:[2, ],}<tool_call|>"),
@@ -255,7 +212,8 @@ FRAGMENTS = st.sampled_from(
     ["<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": ', '"parameters": ', "{}", '{"a": [1, "x"]}', "}",
      "]", "[", ",", '"', "\\", "\n", " ", "<", "<|", "|>", "call:f", "{a:", '<|"|>', "<|tool_call>", "<tool_call|>",
      "tru", "-1e", "[TOOL_CALLS]", "[ARGS]", "f", ";", "<|python_tag|>", "<|channel|>", "<|message|>", "<|end|>",
-     "to=functions.f", "<function=f>", "<parameter=a>", "</parameter>", "</function>"]
+     "to=functions.f", "<function=f>", "<parameter=a>", "</parameter>", "</function>", "<arg_key>a</arg_key>",
+     "<arg_value>", "</arg_value>"]
 )  # fmt: skip
 NAMES = st.sampled_from(sorted(PARSERS))
 
@@ -283,7 +241,7 @@ VALUES = st.recursive(
 CALLS = st.tuples(st.from_regex(r"\A[a-zA-Z0-9_-]{1,20}\Z"), st.dictionaries(KEYS, VALUES, max_size=3))
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "coder"])  # whose values have no quotes
+@pytest.mark.parametrize("name", FORMATS.keys() - {"coder", "glm"})  # whose values have no quotes
 @given(calls=st.lists(CALLS, min_size=1))
 @settings(max_examples=examples(4, 60), deadline=None)
 def test_what_a_template_writes_is_read_back(name, calls):
@@ -330,6 +288,30 @@ def deltas(ids, sizes):
         yield StreamDelta("", ids[at : at + size], [])
         at += size
     yield StreamDelta("", ids[at:], [], GenerationOutput([], ids, "", "stop", RequestStats(), []))
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("Eight, I think.", "Eight, I think."),
+        ("Eight. " * 60, "Eight. " * 60),
+        ("Eight.<|return|>", "Eight."),
+        ("Eight.<|end|><|start|>assistant<|channel|>final<|message|> Yes.", "Eight. Yes."),
+        ("final<|message|>Eight.<|return|>", "Eight."),
+        ("<|channel|>fin", ""),
+        (" to=functions.f<|chan", ""),
+        ("", ""),
+    ],
+    ids=["short", "long", "ended", "more", "mark missing", "channel cut", "recipient cut", "nothing"],
+)
+def test_an_answer_without_a_header_is_content(text, content):
+    """Models trained on without channels write none. It was lost, or began with the end of the prompt."""
+    for pieces in ([text], text):
+        parser = PARSERS["harmony"]()
+        parser.prime(parser.begun_by("Hi<|end|><|start|>assistant"))
+        found = [piece.event for part in pieces for piece in parser.feed(part)]
+        found += [piece.event for piece in parser.finish()]
+        assert gathered(found) == (content, [])
 
 
 @pytest.mark.parametrize("sizes", [[], [1], [2, 0, 3], [1] * 40], ids=["one", "two", "some", "tokens"])

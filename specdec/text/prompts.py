@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any, cast
 
 import numpy as np
@@ -128,7 +129,8 @@ def chat_ids(
 
     `template_kwargs` go to the template: `tools`, `documents`, `enable_thinking`, `add_generation_prompt` and others
     that it reads. special_tokens_in_content: "escape" keeps control tokens in messages plain text; "allow" tokenises
-    them as control tokens, like transformers. Raises ConfigError for malformed messages, and if the template refuses.
+    them as control tokens, like transformers. Raises ConfigError for malformed messages, and if the template refuses,
+    also when several system messages at the beginning are joined to one.
     """
     require_handling(special_tokens_in_content)
     chat = as_messages(messages)
@@ -140,7 +142,8 @@ def chat_ids(
     # the last message is either continued or answered
     options = {"add_generation_prompt": not template_kwargs.get("continue_final_message"), **template_kwargs}
     own = {} if chat_template is None else {"chat_template": chat_template}
-    try:
+
+    def ids(chat: list[dict[str, Any]]) -> list[int]:
         if special_tokens_in_content == "escape":
             # chat_template may be the name of one of the tokenizer's
             template = template_text(chat_template) + template_text(getattr(tokenizer, "chat_template", None))
@@ -149,9 +152,25 @@ def chat_ids(
             if marker:
                 return found.ids(_templated(tokenizer, broken, tokenize=False, **told, **own), marker)
         return [int(token) for token in _templated(tokenizer, chat, tokenize=True, **options, **own)]
+
+    try:
+        return ids(chat)
     except Exception as error:  # a template is a program: it can raise anything
+        if (joined := _with_one_system_message(chat)) is not chat:
+            with suppress(Exception):
+                return ids(joined)
         reason = shown(first_line(error))[1:-1]
         raise ConfigError(f"the chat template does not take these messages: {reason}") from error
+
+
+def _with_one_system_message(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The chat with its system messages at the beginning joined to one, for templates that take only one."""
+    texts = [message["content"] for message in takewhile(_is_system_text, chat)]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *chat[len(texts) :]] if len(texts) > 1 else chat
+
+
+def _is_system_text(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "system" and isinstance(message.get("content"), str)
 
 
 def _templated(tokenizer: Any, chat: list[dict[str, Any]], /, *, tokenize: bool, **options: Any) -> Any:

@@ -82,7 +82,7 @@ def _plain(place: str, message: Message, template: str) -> dict[str, Any]:
     if isinstance(message.content, list):
         plain["content"] = "\n".join(_part_text(f"{place}.content", part) for part in message.content)
     elif message.content is None:
-        if not message.tool_calls:
+        if not (message.tool_calls or message.reasoning_content or message.reasoning):
             raise refused(f"{place}.content", f"{place}.content is missing; text is expected")
         plain["content"] = None if asks_for_none(template) else ""  # other templates join it with text
     for number, call in enumerate(plain.get("tool_calls", ())):

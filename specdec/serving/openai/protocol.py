@@ -383,7 +383,8 @@ class ResponsesRequest(RequestFields):
     include: Strings | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    max_tool_calls: int | None = None  # whatever it says, nothing changes
+    max_tool_calls: int | None = None  # whatever this and the next say, nothing changes
+    client_metadata: dict[str, Any] | None = None
     truncation: Literal["disabled"] | None = None  # other values would change the answer
     background: OnlyFalse | None = None
     conversation: None = None

@@ -26,7 +26,7 @@ from specdec.errors import StoppingError, require_one_of
 from specdec.runtime.request_output import GenerationOutput, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Event, EventTokens, Kind, Piece, Text
-from specdec.serving.tools.character_reader import CharacterReader, CutOff, NotACall, Reading, require_syntax
+from specdec.serving.tools.character_reader import CharacterReader, CutOff, NotACall, Reading
 from specdec.text.detokenize import DraftColours
 from specdec.text.token_texts import TokenTexts
 
@@ -48,6 +48,7 @@ REASONING: dict[str, ReasoningFormat] = {
     "deepseek_r1": ReasoningFormat("<think>", "</think>", always=True),
     "qwen3": ReasoningFormat("<think>", "</think>"),
     "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", again=True),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
 }
 """Values of `--reasoning-parser`."""
 
@@ -113,7 +114,7 @@ class AnswerParser(CharacterReader):
     def written(self) -> tuple[str, ...]:
         """Tokens that the text must contain, whether special or not."""
         form = self._thoughts
-        return self.special if form is None else (*self.special, form.opens.split(">")[0] + ">", form.closes)
+        return self.special if form is None else (*self.special, form.opens.removesuffix("thought"), form.closes)
 
     def begun_by(self, prompt_end: str, continued: str = "") -> str:
         """The end of a prompt that `prime` must read. continued: text of an answer that the prompt continues."""
@@ -165,9 +166,14 @@ class AnswerParser(CharacterReader):
         """Read a thought, a call, or one character of content. Raises CutOff at the end of the text."""
         self._phase = ""
         try:
-            if self._may_think and self._thoughts is not None and (yield from self._sees(self._thoughts.opens)):
-                yield from self._thought(self._thoughts)
-                return
+            if (form := self._thoughts) is not None and self._may_think:
+                begins = yield from self._sees(form.opens)
+                if not begins and self._gap is not None:  # one without text may have its last marker alone
+                    begins = yield from self._sees(form.closes)
+                    self._back_to(0)
+                if begins:
+                    yield from self._thought(form)
+                    return
             yield from self._call()
             self._release()
             self._end_call(whole=True)
@@ -204,8 +210,7 @@ class AnswerParser(CharacterReader):
         self._may_think = form.again
 
     def _is_silent(self) -> bool:
-        """Is the current text still empty?"""
-        return self._kind is None
+        return self._kind is None  # the current text is still empty
 
     def _ends_in_call(self, form: ReasoningFormat) -> Reading[bool]:
         """The held characters begin a call within a thought. If the thought is closed later, the call is a quotation
@@ -286,10 +291,7 @@ class AnswerParser(CharacterReader):
         """Read white space and one of these strings, which ends the call."""
         self._phase = "closing"
         self._release()
-        read = yield from self._solid()
-        while read not in ends:
-            require_syntax(any(end.startswith(read) for end in ends))
-            read += yield from self._next()
+        yield from self._one_of(*ends)
         self._release()
 
     def _end_call(self, *, whole: bool) -> None:

@@ -98,11 +98,12 @@ class CharacterReader:
             self._at += len(mark)
         return part == mark
 
-    def _while(self, fits: Callable[[str], object]) -> Reading[str]:
-        """Read all characters up to one that does not fit."""
+    def _while(self, fits: Callable[[str], object], most: int = 1 << 30) -> Reading[str]:
+        """Read all characters, at most `most`, up to one that does not fit."""
         text = ""
         while fits(char := (yield from self._next())):
             text += char
+            require_syntax(len(text) <= most)
         self._back()
         return text
 
@@ -140,6 +141,14 @@ class CharacterReader:
     def _expect(self, text: str) -> Reading[None]:
         for expected in text:
             require_syntax((yield from self._next()) == expected)
+
+    def _one_of(self, *marks: str) -> Reading[str]:
+        """Read white space and one of these strings. Returns the string."""
+        read = yield from self._solid()
+        while read not in marks:
+            require_syntax(any(mark.startswith(read) for mark in marks))
+            read += yield from self._next()
+        return read
 
     def _text_until(self, end: str, most: int = 1 << 30) -> Reading[str]:
         """Read the text before the string `end`, at most `most` characters, and the string itself."""

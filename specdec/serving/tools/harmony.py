@@ -10,12 +10,13 @@ harmony response format.
 """
 
 import re
+from contextlib import suppress
 
 from specdec.serving.tools.answer_events import Kind
 from specdec.serving.tools.character_reader import NAME, CutOff, NotACall, Reading
 from specdec.serving.tools.tool_json import JsonToolParser
 
-START, MESSAGE, CALL = "<|start|>", "<|message|>", "<|call|>"
+START, ROLE, MESSAGE, CALL = "<|start|>", "assistant", "<|message|>", "<|call|>"
 ENDS = ("<|end|>", "<|return|>", CALL)
 WITHIN_HEADERS = ("<|channel|>", "<|constrain|>")
 MAX_HEADER = 257
@@ -57,7 +58,17 @@ class HarmonyParser(JsonToolParser):
             self._release()
             self._kind, self._text_kind = None, "content"
             return
-        header = mark + (yield from self._text_until(MESSAGE, MAX_HEADER))
+        if mark == START and (yield from self._sees(ROLE)):
+            size = self._num_held
+            with suppress(NotACall):
+                yield from self._text_until(MESSAGE, MAX_HEADER)
+            if _is_text(self._held[size:]):
+                self._back_to(size)
+                self._release()
+                self._kind, self._text_kind = None, "content"
+                return
+            self._back_to(size)
+        header = self._held + (yield from self._text_until(MESSAGE, MAX_HEADER))
         header = header[header.rfind(START) :] if START in header else header
         channel, recipient = CHANNEL.search(header), RECIPIENT.search(header)
         thought = channel is not None and channel[1] == "analysis"
@@ -84,3 +95,11 @@ class HarmonyParser(JsonToolParser):
         name = recipient.removeprefix(FUNCTIONS)
         known = recipient.startswith(FUNCTIONS) and NAME.fullmatch(name) is not None
         return name if known or name in self._tools else ""
+
+
+def _is_text(read: str) -> bool:
+    """Is this, after the role, a text without a header? Models that were trained on without channels write no header.
+    read: up to the mark that ends headers, if there is one."""
+    begins = read.lstrip()[:3]
+    no_header = MESSAGE not in read or any(mark in read for mark in ENDS)
+    return no_header and not begins.startswith("<") and not "to=".startswith(begins)

@@ -4,14 +4,17 @@ Values are checked and passed on character by character, so that arguments strea
 ends in strings, lone backslashes, a missing last brace.
 """
 
+import ast
 import json
 import re
 import string
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from specdec.serving.tools.answer_parser import AnswerParser
-from specdec.serving.tools.character_reader import NAME, NotACall, Reading, require_syntax
+from specdec.serving.tools.character_reader import NAME, CutOff, NotACall, Reading, require_syntax
 from specdec.serving.tools.schema_types import NO_TYPE, type_of
 
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
@@ -22,6 +25,14 @@ ORDINARY = re.compile(r'[^"\\\x00-\x1f]+')
 """Characters that strings hold as they are."""
 WORDS = {"t": "true", "f": "false", "n": "null"}
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+BARE = re.compile(r"[^,}\]\n]")
+"""A character of a value without quotes."""
+BARE_KEY = re.compile(r"[^\s,:=<>(){}\[\]]")
+WITHIN_TEXT = re.compile(r"[^:<{}\[\]\n]")
+LOOSE_RUN = re.compile("[^<']+")
+"""Characters of a text that begin neither a quote nor a marker."""
+QUOTED_KEYS = "{'"
+"""Marks an object whose keys have quotes."""
 MAX_JSON_DEPTH = 64
 NAME_KEYS = ("name", "tool_name")
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -37,7 +48,7 @@ class JsonToolParser(AnswerParser):
     quote = ""
     """Another quote around texts, within which nothing is escaped; empty: none."""
     loose = False
-    """May keys and texts have no quotes? White space between values is then not passed on."""
+    """May keys and texts have no quotes, or ' for quotes? White space between values is then not passed on."""
     bare = False
     """Are calls without markers, so that one must have arguments?"""
 
@@ -118,11 +129,11 @@ class JsonToolParser(AnswerParser):
         yield from self._json_value(sink)
         return "".join(read)
 
-    def _json_value(self, sink: Callable[[str], None], depth: int = 0) -> Reading[None]:
-        """Read any value and pass it on."""
+    def _json_value(self, sink: Callable[[str], None], depth: int = 0, within: str = "") -> Reading[None]:
+        """Read any value and pass it on. within: "[", "{" or `QUOTED_KEYS`: the list or object that it is part of."""
         yield from self._json_solid(sink)
         self._back()
-        if (yield from self._quoted(sink)):
+        if (yield from self._quoted(sink, within, depth)):
             return
         char = yield from self._next()
         if char in "{[" and depth < MAX_JSON_DEPTH:
@@ -130,8 +141,7 @@ class JsonToolParser(AnswerParser):
             yield from self._json_items(char, sink, depth + 1)
         elif self.loose:
             require_syntax(char not in "{}[],:")
-            word = char + (yield from self._while(lambda more: more not in ",}]\n"))
-            sink(typed(word.rstrip(), NO_TYPE))
+            sink((yield from self._bare_value(char, within)))
         elif char in NUMBER_CHARACTERS:
             char += yield from self._while(lambda more: more in NUMBER_CHARACTERS)
             require_syntax(NUMBER.fullmatch(char))
@@ -147,9 +157,10 @@ class JsonToolParser(AnswerParser):
         char = yield from self._json_solid(sink)
         while char != closing:
             self._back()
-            if opened == "{":
-                yield from self._json_key(sink)
-            yield from self._json_value(sink, depth)
+            within = opened
+            if opened == "{" and (yield from self._json_key(sink)):
+                within = QUOTED_KEYS
+            yield from self._json_value(sink, depth, within)
             char = yield from self._json_solid(sink)
             require_syntax(char in (",", closing))
             if char == ",":
@@ -161,32 +172,93 @@ class JsonToolParser(AnswerParser):
                     yield from self._next()
         sink(closing)
 
-    def _json_key(self, sink: Callable[[str], None]) -> Reading[None]:
-        """Read a key and its colon."""
-        if not (yield from self._quoted(sink)):
+    def _json_key(self, sink: Callable[[str], None]) -> Reading[bool]:
+        """Read a key and its colon. Returns whether it has quotes."""
+        has_quotes = yield from self._quoted(sink)
+        if not has_quotes:
             require_syntax(self.loose)
             key = yield from self._while(lambda char: char not in ':{}[],"')
             require_syntax(key.rstrip() and (yield from self._precedes(":")))
             sink(quoted(key.rstrip()))
         require_syntax((yield from self._json_solid(sink)) == ":")
         sink(": " if self.loose else ":")
+        return has_quotes
 
-    def _quoted(self, sink: Callable[[str], None]) -> Reading[bool]:
-        """Read a text with its quotes, if one comes next."""
+    def _quoted(self, sink: Callable[[str], None], within: str = "", depth: int = 0) -> Reading[bool]:
+        """Read a text with its quotes, if one comes next; as a key, if it is within nothing."""
         char = yield from self._next()
         if char == '"':
             sink(char)
             yield from self._json_string(sink)
-        elif char == self.quote[:1]:
-            yield from self._expect(self.quote[1:])
+        elif self.loose and char in ("'", self.quote[0]):
+            mark = "'" if char == "'" else self.quote
+            yield from self._expect(mark[1:])
             sink('"')
-            while not (yield from self._sees(self.quote)):
-                sink(quoted((yield from self._next()))[1:-1])
+            yield from self._loose_text(mark, sink, within, depth)
             sink('"')
         else:
             self._back()
             return False
         return True
+
+    def _loose_text(self, mark: str, sink: Callable[[str], None], within: str, depth: int) -> Reading[None]:
+        """Read a text up to the quote `mark` that ends it. A model may write the format's quote for those in code."""
+        while True:
+            if (yield from self._sees(mark)):
+                if not within or (yield from self._ends_value(within, depth)):
+                    return
+                sink(quoted(mark if mark == "'" else '"')[1:-1])
+            else:
+                require_syntax(not (yield from self._sees(self.special[1])))
+                text = (yield from self._next()) + self._read_run(LOOSE_RUN)
+                sink(quoted(text)[1:-1])
+
+    def _ends_value(self, within: str, depth: int) -> Reading[bool]:
+        """Did a value end here? Then the next key or item follows, or the end of the object or list. Reads nothing."""
+        size = self._num_held
+        try:
+            char = yield from self._solid()
+            if within == "[":
+                return char in ",]"
+            if char == "}":
+                return (yield from self._solid()) in ("<" if depth == 1 else ",}]")
+            if char != ",":
+                self._back()
+                return (yield from self._sees(self.special[1]))
+            char = yield from self._peek()
+            if within == QUOTED_KEYS and (yield from self._sees(self.quote)):
+                yield from self._text_until(self.quote, MAX_NAME)
+            else:
+                yield from self._while(BARE_KEY.match)
+            return char == "}" or (yield from self._peek()) == ":"
+        except NotACall as error:
+            return isinstance(error, CutOff)
+        finally:
+            self._back_to(size)
+
+    def _bare_value(self, text: str, within: str) -> Reading[str]:
+        """Read the rest of a value that has no quote, or only the last one, as JSON."""
+        text += yield from self._while(BARE.match)
+        while within != "[" and typed(text, NO_TYPE)[0] == '"' and (yield from self._is_text_with_comma(text)):
+            text += yield from self._next()
+            text += yield from self._while(BARE.match)
+        text = text.rstrip()
+        if not text.endswith(self.quote):
+            return typed(text, NO_TYPE)
+        return quoted(text.removesuffix(self.quote).replace(self.quote, '"'))
+
+    def _is_text_with_comma(self, text: str) -> Reading[bool]:
+        """Does a text without its first quote go on after a comma? Then its last quote follows, and no key before it.
+        Reads nothing."""
+        size = self._num_held
+        try:
+            more = yield from self._while(WITHIN_TEXT.match, MAX_OTHER)
+            is_text = more.rstrip()[-1:] not in ("", ",") and self.quote not in text
+            return is_text and (yield from self._sees(self.quote))
+        except NotACall:
+            return False
+        finally:
+            self._back_to(size)
 
     def _json_string(self, sink: Callable[[str], None]) -> Reading[None]:
         """Read the rest of a string with its last quote, escaping what JSON requires."""
@@ -238,9 +310,19 @@ def typed(text: str, types: frozenset[str]) -> str:
     try:
         value = json.loads(written, parse_constant=_no_constant)
     except (ValueError, RecursionError):
-        return quoted(text)
+        return quoted(text) if "string" in types else _repaired(text, types)
     fits = "string" not in types or type_of(value) in types - {"string"}
     return written if fits else quoted(text)
+
+
+def _repaired(text: str, types: frozenset[str]) -> str:
+    """Convert a list or object with line ends in its strings, or written as in Python, if its schema accepts it."""
+    for read in (partial(json.loads, strict=False), ast.literal_eval):
+        with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            value = read(text.strip())
+            if type_of(value) in types & {"array", "object"}:
+                return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return quoted(text)
 
 
 def _no_constant(name: str) -> None:

@@ -11,20 +11,35 @@ from typing import Any
 from specdec.errors import require_one_of
 from specdec.serving.tools.answer_parser import AnswerParser
 from specdec.serving.tools.character_reader import Reading, require_syntax
+from specdec.serving.tools.glm_calls import GlmCallParser
 from specdec.serving.tools.harmony import HarmonyParser
-from specdec.serving.tools.qwen_coder import TaggedCallParser
+from specdec.serving.tools.qwen_coder import BLOCK_ENDS, CALL_ENDS, CALL_OPENS, NEXT
 from specdec.serving.tools.tool_json import JsonToolParser
 
 
-class HermesParser(JsonToolParser, TaggedCallParser):
+class HermesParser(JsonToolParser, GlmCallParser):
     """Hermes, Qwen, SmolLM3, Granite 4: <tool_call>{"name": ..., "arguments": {...}}</tool_call>; of Qwen3-Coder
-    <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>."""
+    <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>, where the first marker may be
+    missing; of GLM <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>."""
 
     special = ("<tool_call>", "</tool_call>")
 
+    def _call(self) -> Reading[None]:
+        if not (yield from self._sees(CALL_OPENS)):
+            yield from super()._call()
+            return
+        require_syntax((yield from self._name()) in self._tools)
+        yield from self._expect(">")
+        yield from self._one_of(NEXT, CALL_ENDS)
+        self._back_to(0)
+        yield from self._tagged_call()
+        if (yield from self._precedes(BLOCK_ENDS)):
+            yield from self._close(BLOCK_ENDS)
+
     def _calls(self) -> Reading[None]:
-        tagged = (yield from self._peek()) == "<"
-        yield from (self._tagged_call() if tagged else super()._calls())
+        char = yield from self._peek()
+        reading = self._tagged_call if char == "<" else super()._calls if char in "{[" else self._glm_call
+        yield from reading()
 
 
 class LlamaParser(JsonToolParser):
