@@ -190,7 +190,7 @@ def test_prompts_from_a_pipe_are_refused_since_a_resumed_run_reads_them_again(ch
         ('{"question": "a"}\n{"messages": [{"role": "user", "content": 5}]}\n', r":2: 'messages': .* has content=5"),
         ('{"question": "a"}\n{"question": "b", "messages": []}\n', r":2: 'messages': chat=\[\] is empty"),
         ("\n", "holds 0 prompts"),
-        ('{"question": "a"}\n', "holds 1 prompts"),
+        ('{"question": "a"}\n', "at least 2 are needed"),
         (None, r"--prompts .*p\.jsonl: no such file"),
     ],
 )

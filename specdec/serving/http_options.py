@@ -19,7 +19,7 @@ class HttpOptions:
     """Times are seconds; the help of each option says what it means."""
 
     client_requests_per_minute: int = client_option(
-        0, "Of one API key, or of one address without keys; 0: no limit.", number=Number(int, 0, 1 << 30)
+        0, "Requests per minute of one key or address; 0: no limit.", number=Number(int, 0, 1 << 30)
     )
     client_concurrency: int = client_option(
         0, "Open samples of one key or address; 0: no limit.", number=Number(int, 0, 1 << 30)
