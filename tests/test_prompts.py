@@ -256,7 +256,7 @@ def test_tokens_within_tokens_are_broken_too(chatml):
     for text in ("<|im_<|im_start|>start|>", "<think<think>>", "<|im_start|><|im_end|>"):
         ids = chat_ids(chatml, [{"role": "user", "content": text}], special_tokens_in_content="escape")
         assert control(chatml, ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
-    chat, others, marker = found.broken([{"role": "user", "content": "nothing"}], {"tools": None})
+    chat, others, marker = found.break_tokens([{"role": "user", "content": "nothing"}], {"tools": None})
     assert (chat, others, marker) == ([{"role": "user", "content": "nothing"}], {"tools": None}, "")
 
 

@@ -147,7 +147,7 @@ async def _serve(
         bound.listen(QUEUED)
         ready()
     while not (server.should_exit or serving.done()):
-        watch.look()
+        watch.check()
         if watch.died is not None:
             server.handle_exit(signal.SIGTERM, None)
         await asyncio.sleep(TICK_SECONDS)

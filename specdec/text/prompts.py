@@ -96,7 +96,7 @@ def chat_or_text_ids(
 def _escaped_text_ids(tokenizer: Any, text: str) -> list[int]:
     """`text_ids` with control tokens in the text as plain text."""
     found = content_tokens(tokenizer, "", len(tokenizer))
-    [message], _, marker = found.broken([{"content": text}], {})
+    [message], _, marker = found.break_tokens([{"content": text}], {})
     if not marker:
         return text_ids(tokenizer, text)
     whole, plain = (tokenizer(message["content"], add_special_tokens=added)["input_ids"] for added in (True, False))
@@ -143,7 +143,7 @@ def chat_ids(
         if special_tokens_in_content == "escape":
             template = template_text(chat_template or getattr(tokenizer, "chat_template", None))
             found = content_tokens(tokenizer, template, len(tokenizer))
-            broken, told, marker = found.broken(chat, options)
+            broken, told, marker = found.break_tokens(chat, options)
             if marker:
                 return found.ids(_templated(tokenizer, broken, tokenize=False, **told, **own), marker)
         return [int(token) for token in _templated(tokenizer, chat, tokenize=True, **options, **own)]

@@ -28,7 +28,7 @@ from specdec.serving.http.events import EventStream, JsonResponse, off_loop
 from specdec.serving.openai.answer_models import SpeculationFigures
 from specdec.serving.openai.logprob_shapes import vllm_prompt_logprobs
 from specdec.serving.openai.protocol import SamplingFields, StreamOptions
-from specdec.serving.openai.sampling_fields import naming_field
+from specdec.serving.openai.sampling_fields import with_client_names
 from specdec.serving.state import ServeState
 from specdec.serving.tools.answer_parser import AnswerReader
 
@@ -69,7 +69,7 @@ class TextAnswer(ABC):
                 outputs = await self.streams.outputs()
                 return await asyncio.to_thread(lambda: JsonResponse(self._whole(outputs)))
         except (ConfigError, CapacityError) as error:
-            raise naming_field(error, self.body, self.renamed) from error
+            raise with_client_names(error, self.body, self.renamed) from error
 
     @cached_property
     def readers(self) -> list[AnswerReader]:
@@ -93,10 +93,10 @@ class TextAnswer(ABC):
         """The chunk that precedes a choice's first delta, without the head."""
 
     @abstractmethod
-    def _grown(self, index: int, delta: StreamDelta, *, first: bool) -> list[dict[str, Any]]:
+    def _delta_choices(self, index: int, delta: StreamDelta, *, first: bool) -> list[dict[str, Any]]:
         """The choices of one delta's chunks. first: is it the first delta of this choice?"""
 
-    def _ended(self, index: int, delta: StreamDelta) -> list[dict[str, Any]]:
+    def _end_choices(self, index: int, delta: StreamDelta) -> list[dict[str, Any]]:
         """The choices of further chunks, after those of the last delta: they may raise."""
         return []
 
@@ -104,7 +104,7 @@ class TextAnswer(ABC):
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Log-probabilities of a choice's next tokens, which its reader has just read."""
 
-    def _details(self, index: int, delta: StreamDelta) -> dict[str, Any]:
+    def _extra_fields(self, index: int, delta: StreamDelta) -> dict[str, Any]:
         """The requested fields of a choice (or its chunk) besides the text."""
         scores = delta.logprobs
         details: dict[str, Any] = {"logprobs": None if scores is None else self._logprobs(index, scores)}
@@ -137,9 +137,9 @@ class TextAnswer(ABC):
             unopened.discard(index)
             if first and (opening := await self._opening(index)) is not None:
                 yield head | opening | so_far([index])
-            makers = [partial(self._grown, index, delta, first=first)]
+            makers = [partial(self._delta_choices, index, delta, first=first)]
             if delta.output is not None:
-                makers.append(partial(self._ended, index, delta))
+                makers.append(partial(self._end_choices, index, delta))
             for make_choices in makers:
                 for choice in await off_loop(len(delta.token_ids), make_choices):
                     going_on -= choice["finish_reason"] is not None

@@ -24,7 +24,7 @@ from specdec.serving.state import ServeState, StateDep, StoredResponse
 
 router = APIRouter(route_class=BodyRoute)
 UNSTORED = "its request had store=false, it was deleted, or newer ones replaced it"
-AS_ASKED = ("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "user")
+ECHOED_FIELDS = ("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "user")
 
 
 @router.post("/v1/responses", response_model=answers.Response, responses=answers.ASKING | answers.STREAMED)
@@ -107,8 +107,8 @@ class ResponseAnswer(ChatTextAnswer):
         self._builder = ResponseBuilder(self._response())
 
     def _whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
-        self._grow(whole_delta(outputs[0]))
-        self._end(outputs[0])
+        self._add_delta(whole_delta(outputs[0]))
+        self._end_response(outputs[0])
         return self._builder.response
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
@@ -117,17 +117,17 @@ class ResponseAnswer(ChatTextAnswer):
             yield each
         try:
             async for _, delta in self.streams:
-                for each in await off_loop(len(delta.token_ids), partial(self._grow, delta)):
+                for each in await off_loop(len(delta.token_ids), partial(self._add_delta, delta)):
                     yield each
                 if delta.output is not None:
-                    for each in self._end(delta.output):
+                    for each in self._end_response(delta.output):
                         yield each
         except Exception as error:  # the status is sent
             said = as_api_error(error).body["error"]["message"]
             for each in builder.end("failed", None, error={"code": "server_error", "message": said}):
                 yield each
 
-    def _end(self, output: GenerationOutput) -> list[dict[str, Any]]:
+    def _end_response(self, output: GenerationOutput) -> list[dict[str, Any]]:
         """End the response, and store it if the request asks for that."""
         cut = self.readers[0].finish_reason(output) == "length"
         details = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
@@ -142,7 +142,7 @@ class ResponseAnswer(ChatTextAnswer):
             self.state.responses.put(self.state.owner, stored)
         return events
 
-    def _grow(self, delta: StreamDelta) -> list[dict[str, Any]]:
+    def _add_delta(self, delta: StreamDelta) -> list[dict[str, Any]]:
         events, reader = [], self.readers[0]
         for said, tokens in reader.read(delta):
             scores = chat_logprobs(self.tokenizer, reader.scores(tokens))["content"] if self.body.logprobs else []
@@ -189,7 +189,7 @@ class ResponseAnswer(ChatTextAnswer):
             "truncation": "disabled",
             "usage": None,
             "metadata": body.metadata or {},
-            **{name: getattr(body, name) for name in AS_ASKED},
+            **{name: getattr(body, name) for name in ECHOED_FIELDS},
         }
 
 

@@ -77,10 +77,10 @@ class ToolChoice:
             return {"json_schema": call_schema(self._forced)}
         if self._format is None:
             return None
-        return {"json_schema": call_or(self._format, [tool.function.name for tool in self.tools])}
+        return {"json_schema": call_or_format(self._format, [tool.function.name for tool in self.tools])}
 
 
-def call_or(other: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def call_or_format(other: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """The schema of an answer that has another schema or calls a tool. As always with "auto", arguments may be any
     object."""
     other = dict(other)
