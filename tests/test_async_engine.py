@@ -114,7 +114,7 @@ def test_an_aborted_request_frees_its_slots_within_a_round(how, pair, random_pro
     serving(pair, scene)
 
 
-def test_a_task_that_is_cancelled_while_it_hands_in_leaves_nothing(pair, random_prompt):
+def test_a_task_that_is_cancelled_while_it_submits_leaves_nothing(pair, random_prompt):
     async def scene(served):
         submit_many, here = served.engine.submit_many, threading.Event()
 

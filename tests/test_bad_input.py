@@ -290,13 +290,13 @@ def boxed(value):
         *((EngineConfig, name, value) for name, value in {"max_batch_size": 3, "deterministic": False}.items()),
     ],
 )
-def test_numbers_come_out_of_their_boxes(make, name, value):
+def test_scalars_of_numpy_and_torch_become_numbers(make, name, value):
     for box in boxed(value):
         stored = getattr(make(**{name: box}), name)
         assert stored == value and type(stored) is type(value)
 
 
-def test_stop_ids_come_out_of_their_boxes():
+def test_stop_ids_of_numpy_and_torch_become_integers():
     for ids in (np.array([3, 4]), torch.tensor([3, 4]), [np.int32(3), torch.tensor(4)], (3, np.int8(4))):
         assert list(SamplingParams(stop_token_ids=ids).stop_token_ids) == [3, 4]
     assert type(SamplingParams(stop_token_ids=[np.int32(3)]).stop_token_ids[0]) is int
@@ -530,7 +530,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("how", SPOILED)
-def test_a_spoiled_checkpoint_is_not_made_up_for(how, checkpoint):
+def test_a_damaged_checkpoint_is_refused_and_not_repaired(how, checkpoint):
     spoil, parts = SPOILED[how]
     spoil(checkpoint)
     with one_sentence(CheckpointError, str(checkpoint), *parts) as error:

@@ -291,7 +291,7 @@ def test_a_conversation_that_outgrows_the_model_forgets_its_oldest_turns(small):
     assert conversation.ask(asked[0], 30) == (small.chat_prompt(asked[0]), [])
 
 
-def test_what_is_forgotten_or_not_answered_is_said_and_the_session_goes_on(small, monkeypatch, capsys):
+def test_dropped_and_unanswered_turns_are_reported_and_the_session_goes_on(small, monkeypatch, capsys):
     lines = [TOM, ANN, "eggs " * 200, "\ud800", TOM]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     Session(small, Conversation(small), SamplingParams(max_new_tokens=100)).run("")

@@ -108,7 +108,7 @@ def test_the_device_that_holds_most_may_be_another_than_the_first(monkeypatch):
     assert capture.held_bytes() == 570
 
 
-def test_a_capture_that_is_gone_leaves_its_streams_to_the_next(monkeypatch):
+def test_an_evicted_capture_leaves_its_streams_to_the_next(monkeypatch):
     """cuBLAS keeps a workspace for each stream: every engine that a process made, and closed, left 35 MB after."""
     world = TwoDevices(monkeypatch)
     for _ in range(3):

@@ -307,7 +307,7 @@ def test_functions_do_not_depend_on_the_place_of_a_row(name, threads):
             torch.testing.assert_close(found, FUNCTIONS[name](x), rtol=1.6e-2 if dtype == BF16 else 1e-5, atol=1e-3)
 
 
-def test_without_vectors_they_do():
+def test_outside_of_the_mode_functions_depend_on_the_place_of_a_row():
     """Else the mode would be for nothing. Which function of which width shows it depends on the CPU."""
     cases = product(("silu", "gelu", "rsqrt"), (7, 31, 33, 5003, 9999), (torch.float32, BF16))
     assert not all(places(FUNCTIONS[name], width, dtype) for name, width, dtype in cases)

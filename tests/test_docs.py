@@ -238,7 +238,7 @@ def test_python_runs_and_prints_what_the_page_says(page, request, tmp_path, monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["README", deep("demo")])
-def test_what_the_readme_and_the_demo_print_depends_on_no_timing(script, monkeypatch, capsys):
+def test_output_of_the_readme_and_the_demo_depends_on_no_timing(script, monkeypatch, capsys):
     """On a busy machine adaptive drafts were off, and both printed "1.00"."""
     init = inspect.unwrap(specdec.SpecConfig.__init__)
     monkeypatch.setattr(init, "__defaults__", (*init.__defaults__[:-1], True))  # as outside tests

@@ -139,7 +139,7 @@ def test_replaced_weights_are_read_where_they_are(assign: bool) -> None:
     ],
     ids=["activation", "biases", "some biases"],
 )
-def test_what_fused_layers_cannot_say_runs_by_its_modules(
+def test_heads_without_a_fused_form_run_by_their_modules(
     settings: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = plain_form(make_head(**settings))

@@ -49,7 +49,7 @@ def test_kinds_of_prompts(make_target, make_engine, greedy_oracle, pair_tokenize
 
 
 @pytest.mark.parametrize("stage", ["propose", "target"])
-def test_an_exception_aborts_what_it_hit_and_no_more(
+def test_an_exception_ends_only_the_call_in_which_it_happened(
     stage, make_target, make_engine, greedy_oracle, random_prompt, monkeypatch
 ):
     model, prompts = make_target("gemma4-e2b"), [random_prompt(n) for n in (5, 20, 30)]
@@ -260,7 +260,7 @@ def test_drafted_flags_are_the_accepted_drafts(new, make_target, make_engine, ra
     ],
     ids=["length", "prompt", "output", "full", "swa", "pages"],
 )
-def test_what_can_never_fit_is_refused_with_the_numbers(
+def test_requests_that_can_never_fit_are_refused_with_the_numbers(
     config, prompt_len, new, numbers, make_target, make_engine, greedy_oracle, random_prompt
 ):
     model = make_target("gemma4-e2b")

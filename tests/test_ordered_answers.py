@@ -307,7 +307,7 @@ def recite(text, *, name="qwen", template=PLAIN, **more):
 F = '<tool_call>{"name": "f"}</tool_call>'
 
 
-def test_a_call_and_text_behind_it_in_one_delta_are_two_items():
+def test_a_call_and_text_after_it_in_one_delta_are_two_items():
     """It broke a streamed response off (KeyError 'arguments'); a whole one had the text before the call."""
     items, ends = recite(f"A{F}B{F}", tools=RESPONSE_TOOLS)
     assert items == [("content", "A"), ("call", "f", "{}"), ("content", "B"), ("call", "f", "{}")]

@@ -542,7 +542,7 @@ DIFFERENCES = [(form, name) for name, (forms, _) in SAME.items() for form in for
 
 
 @pytest.mark.parametrize(("form", "difference"), each_value(DIFFERENCES))
-def test_what_changes_no_value_is_read(form, difference, written, changed):
+def test_settings_that_change_no_value_are_read(form, difference, written, changed):
     before, after = values_of(load(written(form)[0])), values_of(load(changed(form, SAME[difference][1])))
     assert before and before.keys() == after.keys()
     for name, value in before.items():

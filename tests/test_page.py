@@ -318,7 +318,7 @@ def test_a_conversation_is_kept_and_sent(page, answered):
 
 
 @pytest.mark.slow
-def test_a_key_is_asked_for_where_one_is_needed(browser, server):
+def test_a_page_asks_for_a_key_if_one_is_needed(browser, server):
     page = browser.new_page()
     page.set_default_timeout(SECONDS)
     wrong = json.dumps({"error": {"message": "no API key was given; send one"}})

@@ -188,7 +188,7 @@ def test_a_batch_that_would_have_to_wait_is_refused(make_target, make_engine):
         run_module._require_room(engine, 4, 64)
 
 
-def test_a_peer_that_cannot_is_a_note(subject, monkeypatch):
+def test_a_peer_that_cannot_run_is_a_note(subject, monkeypatch):
     def fails(prompts, steps):
         raise RuntimeError("no such kernel\nand a trace")
 

@@ -124,7 +124,7 @@ class Simulation:
         reading[:] = [request for request in reading if request[3] < request[1]]
 
 
-def test_what_forwards_take_is_learned_from_any_of_them() -> None:
+def test_times_are_learned_from_forwards_of_any_length() -> None:
     draw = random.Random(0)
     for _ in range(examples(5, 100)):
         truth = [

@@ -161,7 +161,7 @@ def test_chat_refuses_what_is_no_conversation(engine):
 
 
 @pytest.mark.parametrize("name", ["tokenize", "return_tensors", "padding", "tokenizer_kwargs", "conversation", "self"])
-def test_what_the_engine_decides_is_no_argument_of_a_template(name, engine):
+def test_arguments_that_the_engine_sets_are_refused_for_templates(name, engine):
     with one_sentence(SpecDecError, name, "token ids"):
         engine.chat_prompt("Hi", **{name: True})
 
@@ -274,7 +274,7 @@ def test_names_tools_and_arguments_are_content_and_roles_are_not(chatml):
     assert control(chatml, ids).count("</tool_call>") == 1
 
 
-def test_what_the_template_reads_in_an_answer_it_still_reads(chatml):
+def test_a_template_still_reads_markup_in_answers(chatml):
     """Thoughts are cut out of earlier answers by the template."""
     chat = [
         {"role": "user", "content": "x"},

@@ -324,7 +324,7 @@ def test_random_histories(page_size: int, cached: bool, examples: int) -> None:
     assert (run(page_size, cached, examples) > 0) == cached
 
 
-def test_random_histories_of_the_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_histories_with_priorities_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Priorities change all the time, and with them who is admitted, who has to go, and in what order."""
     monkeypatch.setattr(scheduler, "OVERTAKEN_PER_LEVEL", 2)
     run(1, False, 6)

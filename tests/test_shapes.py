@@ -190,7 +190,7 @@ def test_tied_tables_stay_one_when_they_leave_meta():
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def test_no_room_is_said_with_the_numbers_before_anything_is_made(monkeypatch):
+def test_lack_of_memory_is_reported_with_the_numbers_before_anything_is_made(monkeypatch):
     monkeypatch.setattr(weights, "free_bytes", lambda device: 10 << 30)
     shape, forms = SHAPES["gemma4-31b"], (None, FORMS["int4-g32"])
     plain, packed = (weights.count_weights(shape, Shrink(), form=form) for form in forms)
@@ -276,7 +276,7 @@ def mixture(width, head_dim):
     return GptOssConfig(**sizes, **heads, **experts, layer_types=["full_attention"])
 
 
-def test_of_a_mixture_the_expected_experts_are_read():
+def test_a_mixtures_floor_counts_the_expected_experts():
     target = target_of(mixture(8, 4))
     expert = (8 * 16 + 16 + 8 * 8 + 8) * 4
     assert step_bytes(target, 1, 1, 10).experts == expert  # one row, one expert

@@ -220,7 +220,7 @@ QUOTED = tagged(parameter("b", "2"), name="g")
         (tagged("<parameter=a>\nPar")[: -len("</function>\n</tool_call>")], None),
     ],
 )
-def test_what_ends_a_value_without_quotes(text, expected):
+def test_markers_that_end_a_value_without_quotes(text, expected):
     tools = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}}
     content, [(name, arguments)] = parsed("hermes", [text], tools=tools)
     assert name == "f" and content == ""
@@ -238,7 +238,7 @@ def test_what_ends_a_value_without_quotes(text, expected):
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1, "b": [2,], }}</tool_call>'),
     ],
 )
-def test_a_comma_too_many_is_not_handed_out(name, text):
+def test_a_trailing_comma_is_not_handed_out(name, text):
     content, [(_, arguments)] = parsed(name, text)
     assert content == "" and json.loads(arguments) == {"a": 1, "b": [2]}
 
@@ -286,7 +286,7 @@ CALLS = st.tuples(st.from_regex(r"\A[a-zA-Z0-9_-]{1,20}\Z"), st.dictionaries(KEY
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "coder"])  # whose values have no quotes
 @given(calls=st.lists(CALLS, min_size=1))
 @settings(max_examples=examples(4, 60), deadline=None)
-def test_what_a_template_writes_is_read_back(name, calls):
+def test_calls_that_a_template_writes_are_read_back(name, calls):
     parser, _, write, _ = FORMATS[name]
     content, found = parsed(parser, "".join(write(*call) for call in calls))
     assert content == ""

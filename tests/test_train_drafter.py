@@ -228,7 +228,7 @@ def test_a_bad_prompt_file_is_one_sentence(text, says, checkpoint, tmp_path) -> 
         (f"--device {NO_GPU}", f"device='{NO_GPU}' cannot be used"),  # it trained on the CPU
     ],
 )
-def test_what_cannot_be_trained_is_said_before_any_work(more, says, checkpoint, prompts, tmp_path) -> None:
+def test_untrainable_drafters_are_refused_before_any_work(more, says, checkpoint, prompts, tmp_path) -> None:
     with pytest.raises(SystemExit, match=says):
         run(checkpoint, prompts, tmp_path / "out", more)
     assert not (tmp_path / "out").exists()  # the corrected command may use the same folder
