@@ -215,7 +215,7 @@ def test_an_engine_timed_under_other_load_still_finds_the_best_draft(right, burs
 @pytest.mark.parametrize(("timed", "real"), [(0.0, 1.0), (1.0, 0.0)], ids=["alike", "apart"])
 def test_a_mixture_is_judged_by_how_its_own_rounds_route(timed, real, right):
     """Rows that were timed chose other experts than those of real text do: drafts that seemed dear pay, or the other
-    way round. They were held to what was timed for ever: 0.78 of the best, 0.67 of plain."""
+    way round. They were held to what was timed forever: 0.78 of the best, 0.67 of plain."""
     load, machine = Load(chances(right), batch=4, crowds=2), Machine(seconds=mixture(real))
     burst = [mixture(timed)(shape, 4) / mixture(real)(shape, 4) for shape in LADDER]
     outcome = adaptive(machine, load, LADDER, burst=burst)

@@ -1,4 +1,4 @@
-"""AsyncEngine over a real tiny engine: what callers on event loops get, and what they leave behind."""
+"""AsyncEngine over a real tiny engine: what callers on event loops get, and that they leak nothing."""
 
 import asyncio
 import gc

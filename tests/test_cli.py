@@ -259,10 +259,10 @@ def test_an_option_of_serve_and_the_setting_of_its_name_have_one_default(setting
 )
 def test_json_goes_to_a_file_next_to_the_text_or_alone_to_standard_output(command, tmp_path):
     path = tmp_path / "out.json"
-    beside = run(*command, "--json", str(path))
-    assert beside.exit_code == 0, beside.output
-    assert not beside.stdout.startswith("{") and len(beside.stdout) > 4
-    assert beside.stderr == "" or command[0] == "generate"  # nothing moves there off a terminal
+    printed = run(*command, "--json", str(path))
+    assert printed.exit_code == 0, printed.output
+    assert not printed.stdout.startswith("{") and len(printed.stdout) > 4
+    assert printed.stderr == "" or command[0] == "generate"  # nothing moves there off a terminal
     alone = run(*command, "--json", "-")
     assert set(json.loads(alone.stdout)) == set(json.loads(path.read_text()))
 

@@ -176,7 +176,7 @@ def test_every_drafter(drafter, spec, make_target, make_assistant, engine, rando
 @deep_cases("torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cached_kv_of_other_requests_has_the_same_bits(dtype, make_target, engine, random_prompt, seen):
-    """A prefix found in the cache, beside requests that do not speculate."""
+    """A prefix found in the cache, next to requests that do not speculate."""
     model = typed(make_target, "gemma4-e2b", dtype)
     common = random_prompt(37, seed=9)
     prompts = [common + random_prompt(length, seed=length) for length in (1, 9, 14)]

@@ -1,4 +1,4 @@
-"""The engine around the rounds: queueing, streams, stop conditions, statistics, capacity, and what it leaves behind."""
+"""The engine around the rounds: queueing, streams, stop conditions, statistics, capacity, and leaks."""
 
 import copy
 import itertools
@@ -301,7 +301,7 @@ def test_the_most_new_tokens_are_as_many_as_every_pool_holds(pools, make_target,
         engine.submit(prompt, SamplingParams(max_new_tokens=most + 1))
 
 
-# what it leaves behind
+# leaks
 
 
 @usual_cases("eager-gemma4-e2b", "sdpa-llama")

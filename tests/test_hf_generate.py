@@ -499,7 +499,7 @@ def test_rows_stop_on_their_own(model, byte_words):
         assert got.tolist() == want.tolist()
 
 
-# what is left behind
+# effects on the model and the process
 
 
 @pytest.mark.parametrize("fails", [False, True])

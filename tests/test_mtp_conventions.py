@@ -158,7 +158,7 @@ def test_a_watch_that_fails_ends_no_request(
 
 
 def test_every_eighth_step_does_one_part_of_the_judgement(small: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While requests wait; the rest of it is done once none does. A part in each step took as long as the round beside
+    """While requests wait; the rest of it is done once none does. A part in each step took as long as the round next to
     it, for 144 steps of 16 requests."""
     done: list[int] = []
 

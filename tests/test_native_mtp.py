@@ -253,7 +253,7 @@ def test_a_hit_in_a_row_that_another_request_had(
     name: str, chunk: int, published: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One row, pages of 1, a window of 2: the row's carried states are another text's, and the tokens that are read
-    again lie before the window of those that follow. Chunks of one token begin anew at each."""
+    again lie before the window of those that follow. Chunks of one token begin again at each."""
     monkeypatch.setenv("SPECDEC_SANITIZE", "1")
     made = published(name, sliding_window=2)
     base, other = texts(7, (7, examples(7, 11)))

@@ -354,7 +354,7 @@ def test_columns_that_fill_no_words_are_named(tmp_path):
     "given", [Mxfp4Config(dequantize=True), {"quant_method": "mxfp4", "dequantize": True}], ids=["object", "dict"]
 )
 def test_the_users_own_quantization_config_goes_to_transformers(given, packed_pair):
-    """A dict too, which transformers itself refuses beside the `quantization_config` of a checkpoint."""
+    """A dict too, which transformers itself refuses next to the `quantization_config` of a checkpoint."""
     folder, plain = packed_pair("gpt_oss", "mxfp4")
     loaded = Checkpoint.from_name(str(folder), {"quantization_config": given}).load(torch.float32, CPU)
     experts = loaded.model.layers[0].mlp.experts

@@ -369,7 +369,7 @@ DEFECTS: dict[str, tuple[list[str], Callable[[Checkpoint], Any], str]] = {
         both(weights(actorder="static"), added("weight_g_idx", torch.arange(64).flip(0) // 32)),
         r"grouped by importance",
     ),
-    # what lies beside modules that are plain
+    # what lies next to modules that are plain
     "bias": (LLAMA, added("bias", torch.ones(96)), r"{weight}bias is not read"),
     "bias of a norm": (LLAMA, added(f"{NORM}.bias", torch.ones(64)), r"input_layernorm.bias is not read"),
     "scale of a norm": ([*NAMES], added(f"{NORM}.weight_scale", ONES), r"plain weight .*layernorm.weight_scale next"),

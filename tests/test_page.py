@@ -52,7 +52,7 @@ def tab(browser, faults):
 
 @pytest.fixture
 def page(tab, server, faults):
-    """Light, loaded anew in the one tab, and whatever goes wrong in it fails the test."""
+    """Light, reloaded in the one tab, and whatever goes wrong in it fails the test."""
     faults.clear()
     tab.unroute_all()
     tab.emulate_media(color_scheme="light")

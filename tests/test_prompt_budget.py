@@ -79,7 +79,7 @@ class Simulation:
     now: float = 0.0
     gaps: list[float] = field(default_factory=list)  # of steps in which others decode
     first: dict[int, float] = field(default_factory=dict)  # seconds to the first token, by prompt tokens
-    promised: float = 0.0  # at most, while prompts were read beside streams
+    promised: float = 0.0  # at most, while prompts were read next to streams
 
     def run(self, requests: list[tuple[float, int, int]]) -> float:
         waiting, reading, decoding = deque(sorted(requests)), [], []

@@ -41,7 +41,7 @@ def params(new: int = NEW, **changes) -> SamplingParams:
 
 
 class Scene:
-    """An engine that decodes a stream: beside it, 8 tokens of prompts are read at a time, a part a step."""
+    """An engine that decodes a stream: next to it, 8 tokens of prompts are read at a time, a part a step."""
 
     def __init__(self, engine, continued, random_prompt):
         self.engine, self.continued, self.random_prompt = engine, continued, random_prompt

@@ -235,8 +235,8 @@ def test_a_table_that_is_too_short_is_named(rig) -> None:
 
 def test_a_write_to_a_shared_page_is_named(rig) -> None:
     row = opened(rig, 8)
-    behind = rig.slots.host[row, 8:9] // rig.allocator.page_size
-    rig.allocator.primary.cache_pages(behind)  # which no cache may: its tokens are not final
+    lookahead = rig.slots.host[row, 8:9] // rig.allocator.page_size
+    rig.allocator.primary.cache_pages(lookahead)  # no cache may hold it: its tokens are not final
     with pytest.raises(LocationError, match=rf"^row {row}, position \d+: would write to full slot .*several owners"):
         attend(rig, chain(rig, row), PRIMARY)
 

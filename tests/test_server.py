@@ -45,7 +45,7 @@ def answer_of(engine: Engine, max_new_tokens: int = NEW, **params):
 
 
 def figures(server: ServerProcess) -> dict[str, float]:
-    """Every figure of /metrics: by name, and by name and label where it has one beside the model's."""
+    """Every figure of /metrics: by name, and by name and label where it has one next to the model's."""
     text = httpx.get(server.url + "/metrics").text
     lines = [re.match(r'([\w:]+)(?:\{(?:(\w+="[^"]*"),)?model_name="\w+"(?:,(\w+="[^"]*"))?\})? (\S+)$', line)
              for line in text.splitlines() if not line.startswith("#")]  # fmt: skip

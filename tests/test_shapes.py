@@ -39,7 +39,7 @@ ROUTERS = {
 
 PUBLISHED = {  # numbers of a target and of its drafter
     "gemma4-e2b": (4_628_569_344, 77_731_328),  # 2.28e9 and its table: "2.3B effective", "5.1B" with its encoders
-    # E4B: 4.64e9 beside its table of 2.82e9 per-layer embeddings; the assistants' own tables are counted
+    # E4B: 4.64e9 next to its table of 2.82e9 per-layer embeddings; the assistants' own tables are counted
     "gemma4-e4b": (7_463_013_376, 78_517_760),
     "gemma4-12b": (11_923_078_912, 422_856_960),
     "gemma4-26b-a4b": (25_233_141_760, 419_711_232),  # "25.2B"

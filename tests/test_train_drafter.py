@@ -111,7 +111,7 @@ def staged(terminal: bool, updates: dict[int, float], **settings: Any) -> str:
 
 
 def test_a_stage_estimates_the_time_left_from_what_this_run_did() -> None:
-    """Lines where there is no terminal: at most one every so many seconds."""
+    """Lines where there is no terminal: at most one per interval."""
     updates = {0: 0.5, 5: 0.51, 20: 0.6, 30: 0.7, 40: 0.75, 3640: 1.0}
     assert staged(False, updates, every=15.0).splitlines() == [
         "training  60%, 0:00:20, about 0:01:20 left  loss 20",

@@ -200,7 +200,7 @@ class Reader:
 
 @pytest.mark.parametrize("kept", [3, 1, 0])
 def test_states_are_those_of_the_rows(tmp_path: Path, kept: int):
-    """Twelve rows, three epochs of three batches, of which so many are kept: at most one forward for each batch."""
+    """Twelve rows, three epochs of three batches, some of which are kept: at most one forward for each batch."""
     documents = [(np.arange(1 + i, 13 + i, dtype=np.int32), 4) for i in range(12)]
     a_batch = ROWS * LENGTH * 2 * 2  # bytes, in bfloat16
     settings = TrainSettings(
