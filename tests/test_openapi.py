@@ -2,6 +2,7 @@
 `test_schemathesis.py` runs where it is installed."""
 
 import json
+import threading
 
 import jsonschema
 import pytest
@@ -10,6 +11,7 @@ from fastapi.testclient import TestClient
 from specdec import Engine, EngineConfig
 from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.openai import openapi
 from specdec.serving.openai.openapi import BOUNDS
 from specdec.serving.openai.protocol import MAX_MESSAGES
 from specdec.serving.server_settings import ServeSettings
@@ -38,6 +40,19 @@ def client():
 @pytest.fixture(scope="module")
 def document(client):
     return client.get("/openapi.json").json()
+
+
+def test_the_document_is_made_off_the_loop(client, monkeypatch):
+    """It takes most of a second, in which all streams stood still."""
+    threads, made = [], openapi.get_openapi
+    monkeypatch.setattr(
+        openapi, "get_openapi", lambda **given: (threads.append(threading.current_thread().name), made(**given))[1]
+    )
+    served = client.app.state.serve
+    other = TestClient(create_app(served.engine, served.settings))
+    assert [other.get("/openapi.json").status_code for _ in range(2)] == [200, 200]
+    [name] = threads
+    assert name.startswith("asyncio_"), "a thread of the loop's executor, not the loop's own"
 
 
 def require_said(document, answer, method, path):
