@@ -264,7 +264,7 @@ def test_settings_that_do_not_go_together_or_do_not_exist(make, settings, parts)
 @pytest.mark.parametrize("penalty", [1e-6, 1e6])
 @pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1.0, 1e300])
 def test_extreme_sampling_parameters_leave_numbers(penalty, temperature):
-    """The extremes that are allowed, together: weights of a law and never NaN."""
+    """The extremes that are allowed, together: weights of a distribution and never NaN."""
     params = SamplingParams(temperature=temperature, repetition_penalty=penalty, top_p=1e-30, seed=1)
     sampling = sampler_of([params], [1])
     logits = torch.tensor([[[-1e4, 0.0, 1e4, 30.0]]])

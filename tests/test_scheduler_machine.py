@@ -332,7 +332,7 @@ def test_random_histories_with_priorities_that_change(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("level", [1, 3])
 def test_a_low_priority_is_not_kept_waiting_by_a_steady_stream(level: int) -> None:
-    """There are always more of priority 0 than there are rows, and yet its turn comes when the law says so."""
+    """There are always more of priority 0 than there are rows, and yet its turn comes when the rule says so."""
     layout = KVLayout((layer_spec(SLIDING_LAYER, WINDOW), layer_spec(FULL_LAYER, None)))
     sizes = {"pages": 200, "page_size": 1, "max_len": MAX_LEN, "lookahead": NODES}
     table = KVRig(layout, **sizes, max_requests=ROWS).table
