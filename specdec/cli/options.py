@@ -60,7 +60,7 @@ class PairOptions:
     )
     adaptive: bool = option(
         True,
-        "In each round the draft (or none) that is expected to be fastest; or always the same draft.",
+        "Choose each round's draft (or none) by its expected speed; or always use the same draft.",
         "--adaptive/--fixed-drafts",
     )
     finished_tokens: int = option(

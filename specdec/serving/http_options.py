@@ -52,7 +52,9 @@ class HttpOptions:
         30.0, "Seconds for streams to finish after SIGTERM or Ctrl-C; a second signal ends at once.", number=FROM_ZERO
     )
     share_prefix_cache: bool = option(
-        False, "Between API keys too: a client can then find out what others sent.", "--share-prefix-cache"
+        False,
+        "Share cached prompts between API keys too: a client can then find out what others sent.",
+        "--share-prefix-cache",
     )
     allow_priority: bool = option(
         False, "Let requests set their priority; otherwise only 0 is allowed.", "--allow-priority"
