@@ -168,13 +168,13 @@ def test_large_bodies_are_parsed_off_the_loop_and_the_loop_goes_on(url, monkeypa
 
 def test_whole_answers_are_built_off_the_loop(url, monkeypatch):
     names = []
-    whole = chat.ChatTextAnswer._whole
+    whole = chat.ChatTextAnswer._whole_answer
 
     def noted(*arguments):
         names.append(threading.current_thread())
         return whole(*arguments)
 
-    monkeypatch.setattr(chat.ChatTextAnswer, "_whole", noted)
+    monkeypatch.setattr(chat.ChatTextAnswer, "_whole_answer", noted)
     answer = post(url, ASKED | {"logprobs": True, "top_logprobs": 20, "max_tokens": 8})
     assert (
         answer.status_code == 200 and len(answer.json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 20
@@ -252,7 +252,7 @@ def test_a_fault_of_the_server_is_a_500_with_its_id_in_the_log(url, caplog, monk
     def broken(*_):
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(chat.ChatTextAnswer, "_params", broken)
+    monkeypatch.setattr(chat.ChatTextAnswer, "_make_params", broken)
     answer = post(url, ASKED, headers={"X-Request-Id": "mine-500"})
     assert answer.status_code == 500 and answer.headers["x-request-id"] == "mine-500"
     assert answer.json()["error"]["type"] == "server_error" and "on purpose" not in answer.text

@@ -367,12 +367,12 @@ def test_an_exception_in_a_stream_ends_it_with_an_event(seed, monkeypatch):
 
     with reciting([f"A{F}B"]) as reciter:
         reciter.seed = seed
-        monkeypatch.setattr(response_events.ResponseBuilder, "_close", failing)  # the end of a response fails, too
+        monkeypatch.setattr(response_events.ResponseBuilder, "_close_item", failing)  # the end of a response fails, too
         body = {"input": "recite 0", "tools": RESPONSE_TOOLS, "stream": True}
         last = events(post(reciter.url, "responses", body))[-1]
         assert last["type"] == "error" and "its log says why" in last["message"]
         monkeypatch.undo()
-        monkeypatch.setattr(response_events.ResponseBuilder, "_text", failing)
+        monkeypatch.setattr(response_events.ResponseBuilder, "_add_text", failing)
         last = events(post(reciter.url, "responses", body))[-1]
         assert last["type"] == "response.failed" and "its log says why" in last["response"]["error"]["message"]
         monkeypatch.setattr(chat_message.MessageBuilder, "deltas", failing)

@@ -206,14 +206,14 @@ def as_messages(messages: Any) -> list[dict[str, Any]]:
     if not chat:
         raise ConfigError(f"chat=[] is empty; {A_LIST}")
     for index, message in enumerate(chat):
-        if fault := _fault(message):
+        if fault := _message_fault(message):
             raise ConfigError(f"message {index} of the chat {fault}")
         if isinstance(message.get("content"), str):
             require_text(f"message {index} of the chat", message["content"])
     return [dict(message) for message in chat]
 
 
-def _fault(message: Any) -> str:
+def _message_fault(message: Any) -> str:
     """Says what is wrong with a message; empty for one with a role and a text, or an allowed substitute."""
     if not isinstance(message, Mapping):
         return f"is {shown(message)}; {A_LIST}"

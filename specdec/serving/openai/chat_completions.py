@@ -52,10 +52,10 @@ class ChatTextAnswer(TextAnswer):
         body, engine = self.body, self.engine
         engine.require_places(max(1, self.n))
         prompt = await chat_prompt(body, self.state, self.choice.tools)
-        params = await engine.off_loop(partial(self._params, len(prompt)))
+        params = await engine.off_loop(partial(self._make_params, len(prompt)))
         if body.truncate_prompt_tokens is not None:
             prompt = truncate_prompt(body, engine, prompt, params.max_new_tokens)
-            params = await engine.off_loop(partial(self._params, len(prompt)))
+            params = await engine.off_loop(partial(self._make_params, len(prompt)))
         self.prompts = [prompt]
         return params
 
@@ -79,7 +79,7 @@ class ChatTextAnswer(TextAnswer):
             scored=self.scored and bool(body.logprobs),
         )
 
-    def _params(self, prompt_len: int) -> SamplingParams:
+    def _make_params(self, prompt_len: int) -> SamplingParams:
         body = self.body
         asked = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         if body.max_completion_tokens not in (None, asked):
@@ -94,11 +94,11 @@ class ChatTextAnswer(TextAnswer):
         top = require_logprobs(body.top_logprobs or 0, "top_logprobs") if body.logprobs else None
         return sampling_params(body, self.state, max_new_tokens, top, self.choice.grammar)
 
-    def _whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
-        return super()._whole(outputs) | self._prompt_ids(0) | self._prompt_scores(outputs[0])
+    def _whole_answer(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
+        return super()._whole_answer(outputs) | self._prompt_ids(0) | self._prompt_scores(outputs[0])
 
-    def _figures(self, samples: Sequence[int], *, usage: bool) -> dict[str, Any]:
-        found = super()._figures(samples, usage=usage)
+    def _usage_and_drafts(self, samples: Sequence[int], *, usage: bool) -> dict[str, Any]:
+        found = super()._usage_and_drafts(samples, usage=usage)
         if usage:
             thoughts = sum(self.readers[index].thought_tokens for index in samples)
             found["usage"]["completion_tokens_details"] = {"reasoning_tokens": thoughts}

@@ -53,7 +53,7 @@ class CompletionTextAnswer(TextAnswer):
 
     async def read_request(self) -> SamplingParams:
         body = self.body
-        params = await self.engine.off_loop(self._params)
+        params = await self.engine.off_loop(self._make_params)
         self.engine.require_places(max(1, len(body.prompt)) * params.n)
         await self._read_prompts(params)
         if body.max_tokens is None:  # the default never exceeds the room left
@@ -65,7 +65,7 @@ class CompletionTextAnswer(TextAnswer):
         scored, stops = self.body.logprobs is not None, self.params.stop_strings
         return AnswerReader(self.tokenizer, stops=stops, show_drafts=self.body.show_drafts, scored=scored)
 
-    def _params(self) -> SamplingParams:
+    def _make_params(self) -> SamplingParams:
         body = self.body
         if body.best_of not in (None, self.n):
             message = f"best_of={body.best_of}: all n={self.n} samples are returned; leave it out"

@@ -67,7 +67,7 @@ class TextAnswer(ABC):
                 return self.events(self.streams, self._events())
             async with self.streams:
                 outputs = await self.streams.outputs()
-                return await asyncio.to_thread(lambda: JsonResponse(self._whole(outputs)))
+                return await asyncio.to_thread(lambda: JsonResponse(self._whole_answer(outputs)))
         except (ConfigError, CapacityError) as error:
             raise with_client_names(error, self.body, self.renamed) from error
 
@@ -122,7 +122,7 @@ class TextAnswer(ABC):
             return {}
         return {"prompt_logprobs": vllm_prompt_logprobs(self.tokenizer, output.prompt_logprobs or (), count)}
 
-    def _whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
+    def _whole_answer(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
         return self.head | {"choices": choices} | self._totals()
 
@@ -130,7 +130,7 @@ class TextAnswer(ABC):
         usage, going_on = self.body.stream_options or StreamOptions(), len(self.readers)
         head = self.head | {"object": self.chunk_kind} | ({"usage": None} if usage.include_usage else {})
         totals_follow = usage.include_usage or self.body.show_drafts
-        so_far = partial(self._figures, usage=bool(usage.include_usage and usage.continuous_usage_stats))
+        so_far = partial(self._usage_and_drafts, usage=bool(usage.include_usage and usage.continuous_usage_stats))
         unopened = set(range(len(self.readers)))
         async for index, delta in self.streams:
             first = index in unopened
@@ -149,9 +149,9 @@ class TextAnswer(ABC):
             yield head | {"choices": []} | self._totals()
 
     def _totals(self) -> dict[str, Any]:
-        return self._figures(range(len(self.streams.handles)), usage=True) | self._draft_counts()
+        return self._usage_and_drafts(range(len(self.streams.handles)), usage=True) | self._draft_counts()
 
-    def _figures(self, samples: Sequence[int], *, usage: bool) -> dict[str, Any]:
+    def _usage_and_drafts(self, samples: Sequence[int], *, usage: bool) -> dict[str, Any]:
         """Usage of these samples, and the effect of speculation if requested."""
         if not (usage or self.body.show_drafts):
             return {}

@@ -36,7 +36,7 @@ async def create_response(body: ResponsesRequest, state: StateDep) -> Response:
 async def read_response(response_id: str, state: StateDep, stream: bool = False) -> JsonResponse:
     if stream:
         raise refused("stream", "stream=true: a stored response is given whole, not as events; leave it out")
-    return JsonResponse(_stored(state, response_id).response)
+    return JsonResponse(_load_stored(state, response_id).response)
 
 
 @router.get("/v1/responses/{response_id}/input_items", response_model=answers.InputItems, responses=refusals(400, 404))
@@ -47,7 +47,7 @@ async def read_input_items(
     limit: int | None = None,
     after: str | None = None,
 ) -> JsonResponse:
-    inputs = _stored(state, response_id).inputs
+    inputs = _load_stored(state, response_id).inputs
     items = [{"id": f"item_{index}", "type": "message"} | item for index, item in enumerate(inputs)]
     items = items if order == "asc" else items[::-1]
     ids = [item["id"] for item in items]
@@ -100,13 +100,13 @@ class ResponseAnswer(ChatTextAnswer):
         self.asked = asked
         self._messages: list[dict[str, Any]] = []
         if asked.previous_response_id is not None:
-            self._messages += _stored(state, asked.previous_response_id, "previous_response_id").messages
-        self._items = _resolved(state, asked.items)
+            self._messages += _load_stored(state, asked.previous_response_id, "previous_response_id").messages
+        self._items = _resolve_references(state, asked.items)
         self._messages += messages_of(self._items)
         super().__init__(chat_request(asked, self._messages), state)
         self._builder = ResponseBuilder(self._response())
 
-    def _whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
+    def _whole_answer(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
         self._add_delta(whole_delta(outputs[0]))
         self._end_response(outputs[0])
         return self._builder.response
@@ -193,7 +193,7 @@ class ResponseAnswer(ChatTextAnswer):
         }
 
 
-def _resolved(state: ServeState, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _resolve_references(state: ServeState, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The items, with the stored item in the place of each reference. Its id says where it is (`PREFIXES`)."""
     outputs: dict[str, dict[str, dict[str, Any]]] = {}  # by the id of a response, then of an item
 
@@ -213,7 +213,7 @@ def _resolved(state: ServeState, items: list[dict[str, Any]]) -> list[dict[str, 
     ]
 
 
-def _stored(state: ServeState, response_id: str, param: str = "response_id") -> StoredResponse:
+def _load_stored(state: ServeState, response_id: str, param: str = "response_id") -> StoredResponse:
     found = state.responses.get(state.owner, response_id)
     if found is None:
         raise _unknown(response_id, param)
