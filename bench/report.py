@@ -36,7 +36,7 @@ def table_head(heads: Sequence[str]) -> str:
 
 
 class Report:
-    """Rows of one run; a table begins anew where the columns change. failed: names of the rows that failed."""
+    """Rows of one run; a table begins again where the columns change. failed: names of the rows that failed."""
 
     def __init__(self, title: str, seconds: float | None = None) -> None:
         self.rows: list[tuple[str, Row]] = []

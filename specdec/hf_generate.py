@@ -73,7 +73,7 @@ def merge_settings(model: PreTrainedModel, given: GenerationConfig | None, kwarg
             if values is kwargs or not (name.startswith("_") or value is None):
                 merged[name], where[name] = value, source
     known = {*vars(GenerationConfig()), *defaults, "assistant_tokenizer"}  # which generate takes from its kwargs
-    known |= _parameters(GenerationMixin.generate, model.forward)
+    known |= _parameter_names(GenerationMixin.generate, model.forward)
     for name, value in merged.items():
         if value is None or name in HONOURED | HARMLESS:
             continue
@@ -331,7 +331,7 @@ def _is_neutral(name: str, value: Any, defaults: Mapping[str, Any]) -> bool:
     return isinstance(value, (int, float, str, np.generic)) and value in (defaults.get(name), *NEUTRAL.get(name, ()))
 
 
-def _parameters(*functions: Callable[..., Any]) -> set[str]:
+def _parameter_names(*functions: Callable[..., Any]) -> set[str]:
     return {name for function in functions for name in inspect.signature(function).parameters}
 
 

@@ -119,8 +119,8 @@ def environment_of_its_own() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of evaluation data beside the checkout; tests that need it are skipped without it."""
+    """The folder of evaluation data next to the checkout; tests that need it are skipped without it."""
     path = ROOT.parent / "shared" / "data"
     if not path.is_dir():
-        pytest.skip("no ../shared/data beside the checkout")
+        pytest.skip("no ../shared/data next to the checkout")
     return path

@@ -35,7 +35,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     gc.set_threshold(20_000)
-    atexit.register(gc.unfreeze)  # pytest collects twice when it ends, for what tests have left behind
+    atexit.register(gc.unfreeze)  # pytest collects twice when it ends, for what tests have leaked
 
 
 class PoisonEmpty(TorchFunctionMode):

@@ -143,7 +143,7 @@ SHAPES: dict[str, Shape] = {
     "qwen3_5": Shape("Qwen3_5", RECURRENT, ONE_FULL, qwen),
     "qwen3_5_moe": Shape("Qwen3_5Moe", NEXT, ONE_FULL, qwen),
     "qwen3_next": Shape("Qwen3Next", NEXT, ONE_FULL, qwen),
-    # the forms of Step and MiMo-V2 around other blocks: what says so lies beside the modules
+    # the forms of Step and MiMo-V2 around other blocks: what says so lies next to the modules
     "step-form": Shape(
         "Exaone4", SLIDES, ONE_SLIDING, step, "C", 3, normed_state=False, normed_carry=False, parts=(NORM, HEAD)
     ),

@@ -45,7 +45,7 @@ def parse_file(text: str) -> ast.Module:
 
 
 def module_of(path: Path) -> ModuleType:
-    """Load a script of tools/, examples/ or another folder as a module. It runs anew in each call."""
+    """Load a script of tools/, examples/ or another folder as a module. It runs again in each call."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None, f"{path} is no Python file"
     module = importlib.util.module_from_spec(spec)

@@ -5,7 +5,7 @@
 
 A real start imports torch and transformers for four seconds; a fork takes milliseconds. So by default a command runs
 in a fork of Python's own fork server (`multiprocessing`), which has imported what commands use, has computed nothing
-and has one thread. `make test-deep` starts Python anew for each command, and so does `real=True`: each way to start
+and has one thread. `make test-deep` starts a new Python for each command, and so does `real=True`: each way to start
 (the console script, the module, the server) has a test with it, and so has what a process imports by itself.
 """
 

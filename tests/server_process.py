@@ -52,7 +52,7 @@ def running_server(
     """Run `python -m specdec.cli serve --port 0 OPTIONS`, by default with the bundled pair, until it is ready.
 
     log_to: a file descriptor for its standard error, instead of the file that `log` reads.
-    real: start Python anew, not in a fork (see processes.py).
+    real: start a new Python, not a fork (see processes.py).
     """
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH")]))

@@ -5,7 +5,7 @@
 
 Like a captured graph it freezes the decisions of Python code, has fixed addresses, and refuses what a capture cannot
 hold: a value read back to the host, a shape that depends on data, Python numbers uploaded inside. Kernels of Triton's
-interpreter are recorded too, and a replay reads the clock anew, as the kernel of a time stamp does.
+interpreter are recorded too, and a replay reads the clock again, as the kernel of a time stamp does.
 """
 
 from collections.abc import Callable, Iterator

@@ -44,7 +44,7 @@ def rows(count):
     return np.arange(count)
 
 
-def test_it_is_the_default():
+def test_adaptive_drafts_are_the_default():
     assert {each.name: each.default for each in dataclasses.fields(SpecConfig)}["adaptive"] is True
     assert "adaptive=True" in inspect.getsource(SpecConfig).replace(": bool = ", "=")
 
@@ -145,7 +145,7 @@ def test_an_untried_chain_is_believed_as_trees_of_the_model_are():
     assert acceptance.chance[0] == pytest.approx([2 * 8 / 9 / 3, 8 / 9, 1 / 9, 1 / 2], abs=3e-3)
 
 
-def test_hope_is_above_the_expectation_and_fades_with_what_is_seen():
+def test_optimism_exceeds_the_expectation_and_fades_with_observations():
     acceptance = DraftAcceptance(LADDER, num_rows=1)
     first = acceptance.tokens(rows(1), np.array([4]))
     learned(acceptance, 4, accepted=0, times=200)
@@ -167,7 +167,7 @@ def test_a_burst_makes_no_timed_draft_look_worse():
     assert times.seconds[0].tolist() == [1.0, 1.5, 2.0]
 
 
-def test_drafts_that_were_timed_in_a_burst_begin_anew():
+def test_drafts_that_were_timed_in_a_burst_are_timed_again():
     """All took three times as long, the plain round too; a round with a draft that takes less than it shows that."""
     times = RoundTimes([3.0, 3.3])
     for _ in range(8):
@@ -215,7 +215,7 @@ def test_an_engine_timed_under_other_load_still_finds_the_best_draft(right, burs
 @pytest.mark.parametrize(("timed", "real"), [(0.0, 1.0), (1.0, 0.0)], ids=["alike", "apart"])
 def test_a_mixture_is_judged_by_how_its_own_rounds_route(timed, real, right):
     """Rows that were timed chose other experts than those of real text do: drafts that seemed dear pay, or the other
-    way round. They were held to what was timed for ever: 0.78 of the best, 0.67 of plain."""
+    way round. They were held to what was timed forever: 0.78 of the best, 0.67 of plain."""
     load, machine = Load(chances(right), batch=4, crowds=2), Machine(seconds=mixture(real))
     burst = [mixture(timed)(shape, 4) / mixture(real)(shape, 4) for shape in LADDER]
     outcome = adaptive(machine, load, LADDER, burst=burst)

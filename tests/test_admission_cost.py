@@ -300,7 +300,7 @@ def test_a_salt_that_looks_like_a_page_names_another_text():
     scheduler.table.check()
 
 
-def test_what_requests_that_end_together_have_made_is_kept():
+def test_requests_that_end_together_are_all_cached():
     """Their outputs too: two tokens each, of which the second has no K/V yet."""
     scheduler = make(rows=4, pages=2000)
     prompts = [list(range(first, first + 60)) for first in (0, 100)]

@@ -1,4 +1,4 @@
-"""AsyncEngine over a real tiny engine: what callers on event loops get, and what they leave behind."""
+"""AsyncEngine over a real tiny engine: what callers on event loops get, and that they leak nothing."""
 
 import asyncio
 import gc
@@ -114,7 +114,7 @@ def test_an_aborted_request_frees_its_slots_within_a_round(how, pair, random_pro
     serving(pair, scene)
 
 
-def test_a_task_that_is_cancelled_while_it_hands_in_leaves_nothing(pair, random_prompt):
+def test_a_task_that_is_cancelled_while_it_submits_leaves_nothing(pair, random_prompt):
     async def scene(served):
         submit_many, here = served.engine.submit_many, threading.Event()
 

@@ -264,7 +264,7 @@ def test_settings_that_do_not_go_together_or_do_not_exist(make, settings, parts)
 @pytest.mark.parametrize("penalty", [1e-6, 1e6])
 @pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1.0, 1e300])
 def test_extreme_sampling_parameters_leave_numbers(penalty, temperature):
-    """The extremes that are allowed, together: weights of a law and never NaN."""
+    """The extremes that are allowed, together: weights of a distribution and never NaN."""
     params = SamplingParams(temperature=temperature, repetition_penalty=penalty, top_p=1e-30, seed=1)
     sampling = sampler_of([params], [1])
     logits = torch.tensor([[[-1e4, 0.0, 1e4, 30.0]]])
@@ -290,13 +290,13 @@ def boxed(value):
         *((EngineConfig, name, value) for name, value in {"max_batch_size": 3, "deterministic": False}.items()),
     ],
 )
-def test_numbers_come_out_of_their_boxes(make, name, value):
+def test_scalars_of_numpy_and_torch_become_numbers(make, name, value):
     for box in boxed(value):
         stored = getattr(make(**{name: box}), name)
         assert stored == value and type(stored) is type(value)
 
 
-def test_stop_ids_come_out_of_their_boxes():
+def test_stop_ids_of_numpy_and_torch_become_integers():
     for ids in (np.array([3, 4]), torch.tensor([3, 4]), [np.int32(3), torch.tensor(4)], (3, np.int8(4))):
         assert list(SamplingParams(stop_token_ids=ids).stop_token_ids) == [3, 4]
     assert type(SamplingParams(stop_token_ids=[np.int32(3)]).stop_token_ids[0]) is int
@@ -530,7 +530,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("how", SPOILED)
-def test_a_spoiled_checkpoint_is_not_made_up_for(how, checkpoint):
+def test_a_damaged_checkpoint_is_refused_and_not_repaired(how, checkpoint):
     spoil, parts = SPOILED[how]
     spoil(checkpoint)
     with one_sentence(CheckpointError, str(checkpoint), *parts) as error:

@@ -60,7 +60,7 @@ def test_options_reach_the_case_and_unknown_ones_are_refused(tmp_path):
     assert "'hosts' is no case; choose of paged-attention," in bench("hosts").stderr
 
 
-def test_what_a_run_cannot_do_or_write_is_refused_before_it(tmp_path):
+def test_impossible_runs_and_unwritable_files_are_refused_at_the_start(tmp_path):
     assert "'part' is no part of host; choose of functions" in bench("host", "--parts", "part").stderr
     nowhere = str(tmp_path / "nowhere" / "rows")
     for option in ("--out", "--json"):

@@ -33,7 +33,7 @@ from tiny_families import spread
 
 @pytest.fixture
 def narrow_target(make_target: Callable[..., Any]) -> Callable[[int], Any]:
-    """A random model of so many layers, whose tokens are few enough to be guessed now and then.
+    """A random model of this many layers, whose tokens are few enough to be guessed now and then.
 
     In float64, and so is what drafts for it: in float32 the states of forty random layers depend so much on how a
     prompt is cut that two computations of the same logits differ by 1e-4.

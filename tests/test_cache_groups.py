@@ -125,7 +125,7 @@ def rig_of(windows: Sequence[int], **sizes: Any) -> PrefixRig:
 
 
 def grown(rig: PrefixRig, length: int) -> int:
-    """A new row of so many committed tokens."""
+    """A new row of this many committed tokens."""
     row = rig.table.open_row()
     rig.fill(row, length)
     return row

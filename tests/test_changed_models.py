@@ -252,7 +252,7 @@ def test_another_vocabulary_is_refused(make_target, make_engine):
         answer(engine)
 
 
-def test_what_changes_nothing_copies_nothing(make_target, make_engine, monkeypatch):
+def test_uses_that_change_no_module_copy_none(make_target, make_engine, monkeypatch):
     """Training steps, modes, and the hooks that transformers keeps for hidden states."""
     model = make_target("qwen2", fresh=True)
     engine = make_engine(model, "ngram")

@@ -225,7 +225,7 @@ def test_ctrl_c_between_a_question_and_its_answer_ends_neither_the_program_nor_t
 def test_a_second_ctrl_c_cuts_nothing_short(moment, engine, at_keyboard, monkeypatch, capsys):
     """Whenever it comes: before the answer is ended, or while its figures are printed."""
     session = Session(engine, Conversation(engine), SamplingParams(max_new_tokens=48))
-    before, printed, figures, submit = signal.getsignal(signal.SIGINT), session._print, session._figures, engine.submit
+    before, printed, figures, submit = signal.getsignal(signal.SIGINT), session._print, session._summary, engine.submit
 
     def press(*_):
         signal.raise_signal(signal.SIGINT)
@@ -246,7 +246,7 @@ def test_a_second_ctrl_c_cuts_nothing_short(moment, engine, at_keyboard, monkeyp
     monkeypatch.setattr(session, "_print", interrupted)
     monkeypatch.setattr(engine, "submit", submitted)
     if moment == "figures":
-        monkeypatch.setattr(session, "_figures", lambda *about: (press(), figures(*about))[1])
+        monkeypatch.setattr(session, "_summary", lambda *about: (press(), figures(*about))[1])
     session.run("")
     assert "tokens/s" in (said := capsys.readouterr().err) and "; interrupted" in said
     assert [turn.asked for turn in session.conversation.turns] == [TOM]
@@ -291,7 +291,7 @@ def test_a_conversation_that_outgrows_the_model_forgets_its_oldest_turns(small):
     assert conversation.ask(asked[0], 30) == (small.chat_prompt(asked[0]), [])
 
 
-def test_what_is_forgotten_or_not_answered_is_said_and_the_session_goes_on(small, monkeypatch, capsys):
+def test_dropped_and_unanswered_turns_are_reported_and_the_session_goes_on(small, monkeypatch, capsys):
     lines = [TOM, ANN, "eggs " * 200, "\ud800", TOM]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     Session(small, Conversation(small), SamplingParams(max_new_tokens=100)).run("")

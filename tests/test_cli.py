@@ -117,7 +117,7 @@ def test_mistakes_get_one_sentence_and_exit_code_2(args, says):
     ],
     ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
 )
-def test_what_needs_no_engine(args, status, says):
+def test_commands_that_need_no_engine(args, status, says):
     result = run(*args)
     assert (result.exit_code, says in re.sub(r"[\s│]+", " ", result.output)) == (status, True)
 
@@ -257,12 +257,12 @@ def test_an_option_of_serve_and_the_setting_of_its_name_have_one_default(setting
     ],
     ids=lambda words: words[0],
 )
-def test_json_goes_to_a_file_beside_the_text_or_alone_to_standard_output(command, tmp_path):
+def test_json_goes_to_a_file_next_to_the_text_or_alone_to_standard_output(command, tmp_path):
     path = tmp_path / "out.json"
-    beside = run(*command, "--json", str(path))
-    assert beside.exit_code == 0, beside.output
-    assert not beside.stdout.startswith("{") and len(beside.stdout) > 4
-    assert beside.stderr == "" or command[0] == "generate"  # nothing moves there off a terminal
+    printed = run(*command, "--json", str(path))
+    assert printed.exit_code == 0, printed.output
+    assert not printed.stdout.startswith("{") and len(printed.stdout) > 4
+    assert printed.stderr == "" or command[0] == "generate"  # nothing moves there off a terminal
     alone = run(*command, "--json", "-")
     assert set(json.loads(alone.stdout)) == set(json.loads(path.read_text()))
 
@@ -334,7 +334,7 @@ def test_ctrl_c_that_an_import_wraps_is_an_interruption_too(monkeypatch):
 @pytest.mark.parametrize(
     "command", ["models", "generate --help", slow("bench --limit 1 --max-new-tokens 2 --drafter none")]
 )
-def test_a_reader_who_has_gone_ends_it_quietly(command):
+def test_a_closed_pipe_ends_a_command_quietly(command):
     with start(["-m", "specdec.cli", *command.split()], real=command == "models", stdout=PIPE, stderr=PIPE) as process:
         process.stdout.close()  # before anything is written
         assert process.stderr.read() == ""

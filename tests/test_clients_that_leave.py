@@ -69,7 +69,7 @@ def test_a_client_that_leaves_and_asks_again_has_no_more_threads_than_one_that_s
         pool.shutdown()
 
 
-def test_what_a_job_holds_lives_no_longer_than_the_job_though_its_error_does():
+def test_a_finished_job_releases_its_data_even_if_its_error_is_kept():
     pool, held = FairPool(2, "test-held"), Held()
     reference = weakref.ref(held)
     job = pool.submit(partial(len, held))  # has no frame of its own

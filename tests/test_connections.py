@@ -199,7 +199,7 @@ def test_a_certificate_that_cannot_be_read_is_named_without_a_key_that_was_not_g
 def test_a_server_serves_with_its_settings_of_the_process() -> None:
     """The engine's thread gets Python's lock soon, nothing that stays is looked through, and both end with it."""
     before = sys.getswitchinterval()
-    with serving._settings_of_process():
+    with serving._process_settings():
         assert sys.getswitchinterval() == pytest.approx(serving.SWITCH_SECONDS) and gc.get_freeze_count() > 10_000
     assert (sys.getswitchinterval(), gc.get_freeze_count()) == (pytest.approx(before), 0)
     gc.freeze()  # as conftest.py has it

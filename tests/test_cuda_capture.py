@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("quick_collections")
 
 class TwoDevices:
     """In the place of `torch.cuda`: a graph takes 100 bytes of its pool on device 0 and 30 on device 1, and 7 and 40
-    beside torch once it is instantiated. All that is not of a capture is another pool's."""
+    outside of torch once it is instantiated. All that is not of a capture is another pool's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current = self.handles = self.streams = 0
@@ -82,7 +82,7 @@ def program() -> torch.Tensor:
 
 
 def test_captures_of_two_devices_take_what_the_fuller_one_holds(monkeypatch):
-    """They took the sum, against the budget of one: two devices had half of it each. And nothing beside torch."""
+    """They took the sum, against the budget of one: two devices had half of it each. And nothing outside of torch."""
     TwoDevices(monkeypatch)
     capture = CudaCapture(*DEVICES)
     capture.pool = "rounds"
@@ -108,7 +108,7 @@ def test_the_device_that_holds_most_may_be_another_than_the_first(monkeypatch):
     assert capture.held_bytes() == 570
 
 
-def test_a_capture_that_is_gone_leaves_its_streams_to_the_next(monkeypatch):
+def test_an_evicted_capture_leaves_its_streams_to_the_next(monkeypatch):
     """cuBLAS keeps a workspace for each stream: every engine that a process made, and closed, left 35 MB after."""
     world = TwoDevices(monkeypatch)
     for _ in range(3):

@@ -176,7 +176,7 @@ def test_every_drafter(drafter, spec, make_target, make_assistant, engine, rando
 @deep_cases("torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cached_kv_of_other_requests_has_the_same_bits(dtype, make_target, engine, random_prompt, seen):
-    """A prefix found in the cache, beside requests that do not speculate."""
+    """A prefix found in the cache, next to requests that do not speculate."""
     model = typed(make_target, "gemma4-e2b", dtype)
     common = random_prompt(37, seed=9)
     prompts = [common + random_prompt(length, seed=length) for length in (1, 9, 14)]
@@ -307,7 +307,7 @@ def test_functions_do_not_depend_on_the_place_of_a_row(name, threads):
             torch.testing.assert_close(found, FUNCTIONS[name](x), rtol=1.6e-2 if dtype == BF16 else 1e-5, atol=1e-3)
 
 
-def test_without_vectors_they_do():
+def test_outside_of_the_mode_functions_depend_on_the_place_of_a_row():
     """Else the mode would be for nothing. Which function of which width shows it depends on the CPU."""
     cases = product(("silu", "gelu", "rsqrt"), (7, 31, 33, 5003, 9999), (torch.float32, BF16))
     assert not all(places(FUNCTIONS[name], width, dtype) for name, width, dtype in cases)

@@ -46,7 +46,7 @@ PAGES = [
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 ]
 
-BEHIND_FIRST = "Target and drafter are each a bundled name"
+AFTER_FIRST = "Target and drafter are each a bundled name"
 """What the README says right after the first code that it shows."""
 
 TRUE_OF_ANY_PAIR = ("docs/adding.md", "docs/exactness.md", "docs/structured_output.md")
@@ -77,15 +77,15 @@ def blocks(text: str) -> list[Block]:
     found = list(FENCE.finditer(text))
     result = []
     for i, fence in enumerate(found):
-        behind = found[i + 1] if i + 1 < len(found) else None
-        is_output = behind is not None and behind[1] in OUTPUTS and not text[fence.end() : behind.start()].strip()
+        after = found[i + 1] if i + 1 < len(found) else None
+        is_output = after is not None and after[1] in OUTPUTS and not text[fence.end() : after.start()].strip()
         result.append(
             Block(
                 language=fence[1],
                 line=text.count("\n", 0, fence.start(2)) + 1,
                 code=fence[2],
                 skipped=SKIP.search(text[: fence.start()]) is not None,
-                output=behind[2] if is_output and behind is not None else None,
+                output=after[2] if is_output and after is not None else None,
             )
         )
     return result
@@ -231,21 +231,21 @@ def test_python_runs_and_prints_what_the_page_says(page, request, tmp_path, monk
     names = request.getfixturevalue("readers_names") if page == "README.md" else {}
     text = (ROOT / page).read_text("utf-8")
     if page == "README.md" and not is_deep():  # fewer tokens, and what it shows first is run by the test below
-        first = text.index(BEHIND_FIRST)
+        first = text.index(AFTER_FIRST)
         text = "\n" * text.count("\n", 0, first) + text[first:].replace("max_new_tokens=64", "max_new_tokens=8")
     run_python(text, str(ROOT / page), {"__name__": "docs", **names})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["README", deep("demo")])
-def test_what_the_readme_and_the_demo_print_depends_on_no_timing(script, monkeypatch, capsys):
+def test_output_of_the_readme_and_the_demo_depends_on_no_timing(script, monkeypatch, capsys):
     """On a busy machine adaptive drafts were off, and both printed "1.00"."""
     init = inspect.unwrap(specdec.SpecConfig.__init__)
     monkeypatch.setattr(init, "__defaults__", (*init.__defaults__[:-1], True))  # as outside tests
     monkeypatch.setattr(DraftPolicy, "choose", lambda choice, *_, **__: choice.shapes[0])  # where none pays
     if script == "README":
         text = (ROOT / "README.md").read_text("utf-8")
-        run_python(text[: text.index(BEHIND_FIRST)], "README.md", {"__name__": "docs"})
+        run_python(text[: text.index(AFTER_FIRST)], "README.md", {"__name__": "docs"})
         return
     monkeypatch.setattr(sys, "argv", ["demo.py", "--count", "1"])
     runpy.run_path(str(ROOT / "examples" / "demo.py"), run_name="__main__")

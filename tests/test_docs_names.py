@@ -227,7 +227,7 @@ def missing_files(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_a_page_names_exists(page):
+def test_names_on_a_page_exist(page):
     assert missing_names((ROOT / page).read_text("utf-8")) == []
 
 

@@ -195,7 +195,7 @@ def test_signs_of_a_qat_target_with_the_plain_assistant(export, tmp_path, caplog
     ],
     ids=["100", "5, fixed", "4"],
 )
-def test_more_steps_than_a_drafter_is_published_for_are_spoken_of_at_load(spec, says, engine, caplog):
+def test_more_steps_than_a_drafter_is_published_for_are_a_warning_at_load(spec, says, engine, caplog):
     drafter = load_any_drafter(ASSISTANT, engine.target)
     warn_at_load(engine.target, drafter, engine.tokenizer, spec)
     told = f"num_steps={spec.num_steps}, and tiny-gemma4-mtp is published for 4: {says}"
@@ -241,7 +241,7 @@ def test_a_drafter_that_is_never_right_is_not_called_healthy(export, diagnosed):
     ],
     ids=["clear", "one lost", "too little", "greedy lost", "one prompt alone"],
 )
-def test_what_is_clearly_better(expected, greedy, clear):
+def test_rule_for_a_clear_gain(expected, greedy, clear):
     before = Measured((2.0,) * 4, (2.0,) * 4)
     assert Trial.compare("taps", "2 -> 3", Measured(expected, greedy), before).named is clear
 

@@ -118,7 +118,7 @@ def test_a_written_head_has_published_names(folder: Path) -> None:
         (replace(SPEC, windows=(7, 9)), r"sliding windows \[7, 9\]"),
     ],
 )
-def test_what_the_format_cannot_say_is_not_written(spec, says, tmp_path) -> None:
+def test_heads_that_the_format_cannot_describe_are_not_written(spec, says, tmp_path) -> None:
     with pytest.raises(UnsupportedModelError, match=says):
         write_head(tmp_path, fresh(spec), TARGET)
 
@@ -140,7 +140,7 @@ def test_pytorch_files_and_prefixes(folder: Path) -> None:
     assert read_drafter("SpecForge", folder) == SPEC
 
 
-def test_files_beside_the_weights_are_no_part_of_a_head(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_next_to_the_weights_are_no_part_of_a_head(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """ModelOpt writes an adapter of the target next to a head that was trained with it; trainers leave other files."""
     assert read_drafter("SpecForge", folder) == SPEC and not caplog.records
     others = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 3)}
@@ -235,7 +235,7 @@ PADDED = torch.zeros(64, dtype=torch.bool).index_fill_(0, IDS, True)
     ],
     ids=["NVIDIA", "head_dim", "padded", "qwen2", "phi3", "AngelSlim", "Hunyuan", "target's layers", "harmless"],
 )
-def test_what_changes_nothing_is_accepted(changes, folder) -> None:
+def test_settings_that_change_nothing_are_accepted(changes, folder) -> None:
     assert changed(folder, changes) == SPEC
 
 

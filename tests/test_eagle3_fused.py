@@ -139,7 +139,7 @@ def test_replaced_weights_are_read_where_they_are(assign: bool) -> None:
     ],
     ids=["activation", "biases", "some biases"],
 )
-def test_what_fused_layers_cannot_say_runs_by_its_modules(
+def test_heads_without_a_fused_form_run_by_their_modules(
     settings: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = plain_form(make_head(**settings))
@@ -182,7 +182,7 @@ PATHS = {
 @pytest.mark.parametrize("form", ["reference", "kernel"])
 @pytest.mark.parametrize("case", PATHS)
 def test_rows_of_a_path_and_the_last_of_them(case: str, form: str) -> None:
-    path, length, behind = PATHS[case]
+    path, length, following = PATHS[case]
     ops = KERNELS if form == "kernel" else REFERENCE
     x = torch.randn(2, 5, 70, device=DEVICE)[:, :, :66]
     tokens = torch.arange(10, 15, device=DEVICE) + torch.tensor([[0], [10]], device=DEVICE)
@@ -190,7 +190,7 @@ def test_rows_of_a_path_and_the_last_of_them(case: str, form: str) -> None:
     lengths, next_token = torch.tensor(length, device=DEVICE), torch.tensor([7, 8], device=DEVICE)
     rows, got = ops(path_rows)(x, tokens, wide[:, : len(path[0])], lengths, next_token)
     for b in range(2):
-        for step, token in enumerate(behind[b]):
+        for step, token in enumerate(following[b]):
             torch.testing.assert_close(rows[b, step], x[b, path[b][step]], rtol=0, atol=0)
             assert token is None or int(got[b, step]) == token
     kept = torch.zeros(4, 66, device=DEVICE)

@@ -1,4 +1,4 @@
-"""The engine around the rounds: queueing, streams, stop conditions, statistics, capacity, and what it leaves behind."""
+"""The engine around the rounds: queueing, streams, stop conditions, statistics, capacity, and leaks."""
 
 import copy
 import itertools
@@ -62,7 +62,7 @@ def test_requests_that_have_ended_are_counted_a_few_times_a_second(make_target, 
 
 
 @pytest.mark.parametrize("stage", ["propose", "target"])
-def test_an_exception_aborts_what_it_hit_and_no_more(
+def test_an_exception_ends_only_the_call_in_which_it_happened(
     stage, make_target, make_engine, greedy_oracle, random_prompt, monkeypatch
 ):
     model, prompts = make_target("gemma4-e2b"), [random_prompt(n) for n in (5, 20, 30)]
@@ -273,7 +273,7 @@ def test_drafted_flags_are_the_accepted_drafts(new, make_target, make_engine, ra
     ],
     ids=["length", "prompt", "output", "full", "swa", "pages"],
 )
-def test_what_can_never_fit_is_refused_with_the_numbers(
+def test_requests_that_can_never_fit_are_refused_with_the_numbers(
     config, prompt_len, new, numbers, make_target, make_engine, greedy_oracle, random_prompt
 ):
     model = make_target("gemma4-e2b")
@@ -314,7 +314,7 @@ def test_the_most_new_tokens_are_as_many_as_every_pool_holds(pools, make_target,
         engine.submit(prompt, SamplingParams(max_new_tokens=most + 1))
 
 
-# what it leaves behind
+# leaks
 
 
 @usual_cases("eager-gemma4-e2b", "sdpa-llama")

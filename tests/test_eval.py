@@ -266,7 +266,7 @@ def test_a_line_without_its_line_feed_is_dropped_and_written_over(tmp_path):
         ("[1]\n", ":1 is not a transcript"),
     ],
 )
-def test_what_is_no_transcript_of_these_settings_is_refused(content, says, tmp_path):
+def test_transcripts_of_other_settings_are_refused(content, says, tmp_path):
     file = tmp_path / "transcripts-0.jsonl"
     file.write_text(content or "a,b")
     with pytest.raises(SpecDecError, match=says):

@@ -48,7 +48,7 @@ def test_import_alone_loads_nothing_heavy():
     assert out.split() == ["[]", specdec.__version__]
 
 
-def test_what_a_type_checker_sees_is_what_is_loaded():
+def test_names_for_type_checkers_are_those_loaded_at_run_time():
     source = Path(specdec.__file__).read_text("utf-8")
     [guarded] = [n for n in ast.parse(source).body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
     named = {alias.name: node.module for node in guarded.body for alias in node.names}

@@ -328,7 +328,7 @@ def test_no_batch_and_no_draft_crosses_the_limit_of_rope(kind, make_engine, gree
 def test_drafts_and_padding_beyond_a_learnt_position_table(
     page_size, make_engine, greedy_oracle, random_prompt, scripted
 ):
-    """A draft after the last position, or the padding of a chunk beside a longer one, had no row in the table."""
+    """A draft after the last position, or the padding of a chunk next to a longer one, had no row in the table."""
     model = learnt(LIMIT)
     prompts = [random_prompt(LIMIT - 4), random_prompt(5), random_prompt(LIMIT - 15)]
     new = [4, 20, 15]

@@ -101,7 +101,7 @@ class Scene:
             self.got += next(self.stream).token_ids  # of the round in the same step
 
     def finish(self) -> None:
-        """The rest of the first stream, and a new request beside it, are right; then nothing is held."""
+        """The rest of the first stream, and a new request next to it, are right; then nothing is held."""
         [out] = self.engine.generate(self.prompts[2], SamplingParams(max_new_tokens=2))
         assert out.token_ids == self.truths[tuple(self.prompts[2])][:2]
         self.got += [token for delta in self.stream for token in delta.token_ids]

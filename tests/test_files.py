@@ -14,7 +14,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_text_and_bytes_are_written_and_nothing_is_left_beside(tmp_path):
+def test_text_and_bytes_are_written_and_no_other_file_is_left(tmp_path):
     write_file(tmp_path / "a.txt", "é")
     write_file(tmp_path / "b.bin", b"\x00")
     assert (tmp_path / "a.txt").read_bytes() == "é\n".encode()
@@ -82,7 +82,7 @@ def test_standard_output(capfd):
         *((place, "cannot be written: ") for place in (f"{'r' * 300}.json", "/dev/null/report.json")),
     ],
 )
-def test_what_cannot_be_written_is_refused_with_the_reason(path, says, tmp_path):
+def test_unwritable_files_are_refused_with_the_reason(path, says, tmp_path):
     (tmp_path / "file").write_text("before")
     with pytest.raises(SpecDecError, match=says):
         require_writable(Path(path.format(tmp_path)))
@@ -91,7 +91,7 @@ def test_what_cannot_be_written_is_refused_with_the_reason(path, says, tmp_path)
     assert names(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "before"
 
 
-def test_two_outputs_have_two_destinations(tmp_path):
+def test_two_outputs_to_one_destination_are_refused(tmp_path):
     require_distinct((tmp_path / "a", None, STDOUT, None, tmp_path / "b"))
     with pytest.raises(SpecDecError, match="'-' is named for two outputs"):
         require_distinct((STDOUT, STDOUT))

@@ -118,7 +118,7 @@ def test_against_a_search_through_all_texts(seed, fan, monkeypatch):
                 assert sorted((n for n, _ in got), reverse=True)[:nearest] == best
 
 
-def test_of_equal_contexts_the_latest_are_nearest():
+def test_among_equal_contexts_the_latest_are_nearest():
     """More places than are looked at, all with the same context of `MATCH` tokens."""
     context = list(range(10, 10 + MATCH))
     many = 2 * finished_texts.NEAREST
@@ -150,7 +150,7 @@ def assert_in_step(store):
 
 @deep_cases("3", "4", "5")
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_sent_piece_by_piece_is_the_whole(seed):
+def test_texts_uploaded_in_pieces_are_complete_on_the_device(seed):
     """Texts that join and leave between two uploads, more than once round the ring, and none at all."""
     rng = random.Random(seed)
     store = FinishedTexts(rng.choice((3, 17, 60, 300)), 3, CPU)
@@ -269,7 +269,7 @@ def test_after_a_fault_it_is_empty_and_in_step(suffix_engine, random_prompt, mon
     assert_in_step(store)
 
 
-def test_it_is_for_drafters_that_read_it(make_target, make_engine):
+def test_finished_tokens_need_a_drafter_that_reads_them(make_target, make_engine):
     with pytest.raises(ConfigError, match="finished_tokens=64, and drafter ngram proposes nothing of finished"):
         make_engine(make_target("gemma4-e2b"), "ngram", finished_tokens=64)
     make_engine(make_target("gemma4-e2b"), None, finished_tokens=64)  # a baseline with the same settings

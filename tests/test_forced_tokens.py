@@ -40,7 +40,7 @@ def test_more_forced_tokens_than_the_draft_has_nodes():
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 5, 9])
 @pytest.mark.parametrize("length", [0, 1, 3, 8])
-def test_what_comes_out_is_a_tree(num_nodes, length):
+def test_forcing_tokens_gives_a_valid_tree(num_nodes, length):
     """Fields agree with the parents; only blanks are equal siblings, and these are told apart here."""
     own = trees() if num_nodes >= 4 else DraftTree.chain(torch.tensor([[5], [5]]))
     forced, most = torch.arange(20, 30).repeat(2, 1), min(length, num_nodes - 1)

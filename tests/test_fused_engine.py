@@ -190,7 +190,7 @@ def test_a_drafter_that_cannot_be_fused(make_target, make_assistant, make_engine
         handle.remove()
 
 
-def test_what_an_engine_is_given_must_be_what_its_config_says(make_target):
+def test_a_target_that_contradicts_the_config_is_refused(make_target):
     target = TargetModel(make_target("llama"), REFERENCE)
     Engine(target, config=EngineConfig(fused=True, max_model_len=64))
     with pytest.raises(ConfigError, match="was made with fused layers"):

@@ -51,7 +51,7 @@ CHOICE = {"": "cr", "c": "a", "ca": "nt", "cat": "$", "can": "$", "ro": "w", "ro
 REGEX = {"": "ab", "a": "$ab", "ab": "$ab", "abbaab": "$"}
 
 
-def test_what_may_follow_a_text_by_hand(start, allowed):
+def test_tokens_that_may_follow_a_text_by_hand(start, allowed):
     """A text, and all that may come next; a regex is of the whole text."""
     asked = ({"choice": ["cat", "can", "row", "rowboat"]}, CHOICE), ({"regex": "[ab]{1,6}"}, REGEX)
     for params, expected in asked:
@@ -191,7 +191,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("params", "parts"), REFUSED, ids=str)
-def test_what_cannot_be_followed_is_refused_with_the_reason(params, parts, grammars):
+def test_unsupported_grammars_are_refused_with_the_reason(params, parts, grammars):
     with pytest.raises(ConfigError) as error:
         grammars.start(SamplingParams(**params), {EOS}, {EOS})
     message = str(error.value)
@@ -199,7 +199,7 @@ def test_what_cannot_be_followed_is_refused_with_the_reason(params, parts, gramm
     assert "\n" not in message and message.endswith("; change it, or leave it out")
 
 
-def test_what_is_missing_is_named(byte_tokenizer, pair_tokenizer, monkeypatch):
+def test_grammars_name_the_part_that_is_missing(byte_tokenizer, pair_tokenizer, monkeypatch):
     params = SamplingParams(choice=["a"])
     with pytest.raises(ConfigError, match=r"^choice needs a tokenizer; pass tokenizer=\.\.\.$"):
         Grammars(None, 96).start(params, {1}, {1})

@@ -194,7 +194,7 @@ class Peeking(NgramDrafter):
         return super().propose(batch)
 
 
-def test_what_cannot_be_captured_runs_eagerly_with_one_warning(small_engine, caplog) -> None:
+def test_rounds_that_cannot_be_captured_run_eagerly_with_one_warning(small_engine, caplog) -> None:
     asked = requests(2, seed=7)
     right = serve(small_engine(on=False), *asked)
     with caplog.at_level(logging.WARNING, "specdec"):

@@ -43,7 +43,7 @@ def tokens(outputs):
 
 @pytest.mark.parametrize("right", [0, 1, 7, 11, 12])
 def test_the_oracle_believes_no_guess(right, make_target, random_prompt, greedy_oracle, hf_forward):
-    """12 tokens of which so many are right: the others, and what comes after them, are computed again."""
+    """12 tokens of which a given number are right: the others, and what comes after them, are computed again."""
     model, prompt = make_target("gemma4-e2b", seed=8), random_prompt(9, seed=right)
     want = []
     for _ in range(14):

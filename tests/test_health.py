@@ -83,7 +83,7 @@ def test_a_preemption_starts_no_clock_again(make_target, make_engine, random_pro
         assert 0 < out.stats.queue_seconds < out.stats.first_token_seconds
 
 
-def test_what_stats_return_is_a_copy(make_target, make_engine, random_prompt) -> None:
+def test_stats_return_a_copy(make_target, make_engine, random_prompt) -> None:
     engine = make_engine(make_target("llama"), "ngram")
     engine.generate(random_prompt(9), SamplingParams(max_new_tokens=NEW))
     mine = engine.stats()

@@ -378,13 +378,13 @@ def test_padding_and_ends_without_a_mask(side, end, pad, model):
     ],
     ids=["aliases", "numpy", "torch", "length", "spec", "int32", "no prompt", "dict"],
 )
-def test_arguments_by_another_name_or_in_a_box(kwargs, ours, model):
+def test_aliases_and_arrays_of_arguments_are_understood(kwargs, ours, model):
     model.generation_config.bos_token_id = 5
     as_transformers(model, ours=ours, **{"max_new_tokens": 5, **kwargs})
 
 
 @pytest.mark.parametrize("length", [8, 9, 20, 27])
-def test_max_length_said_aloud(length, model):
+def test_max_length_given_explicitly(length, model):
     """20 is also transformers' default number of new tokens if the caller sets none."""
     kwargs = {"attention_mask": MASK, "max_length": length, "pad_token_id": 0, "eos_token_id": None}
     assert as_transformers(model, BATCH, None, **kwargs).shape == (3, length)
@@ -499,7 +499,7 @@ def test_rows_stop_on_their_own(model, byte_words):
         assert got.tolist() == want.tolist()
 
 
-# what is left behind
+# effects on the model and the process
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -83,7 +83,7 @@ class Value(dict):
     """One that can be referred to weakly."""
 
 
-def test_what_is_large_and_right_is_read():
+def test_large_valid_bodies_are_read():
     text = "x" * 1_000_000 + '"\\[{,' * 20_000
     body = parse(json.dumps({"messages": [{"role": "user", "content": text}]}).encode(), ChatRequest, VALUES)
     assert body.messages[0].content == text
@@ -128,7 +128,7 @@ def test_json_is_counted_as_what_it_holds_wherever_it_is_cut(window, monkeypatch
             assert found == (containers, members, commas + containers), raw
 
 
-def test_bounds_say_their_figure():
+def test_errors_of_bounds_name_the_limit():
     assert "recursion limit" in refused("[" * 300 + "]" * 300)
     assert f"{MAX_CONTAINERS} are allowed" in refused("[" + "[]," * MAX_CONTAINERS + "[]]")
     assert "100 are allowed" in refused("[" + "1," * 200 + "1]", values=100)
@@ -166,15 +166,15 @@ def test_large_bodies_are_parsed_off_the_loop_and_the_loop_goes_on(url, monkeypa
     assert all(name.startswith("specdec-bodies") for name in seen)
 
 
-def test_whole_answers_are_put_together_off_the_loop(url, monkeypatch):
+def test_whole_answers_are_built_off_the_loop(url, monkeypatch):
     names = []
-    whole = chat.ChatTextAnswer._whole
+    whole = chat.ChatTextAnswer._whole_answer
 
     def noted(*arguments):
         names.append(threading.current_thread())
         return whole(*arguments)
 
-    monkeypatch.setattr(chat.ChatTextAnswer, "_whole", noted)
+    monkeypatch.setattr(chat.ChatTextAnswer, "_whole_answer", noted)
     answer = post(url, ASKED | {"logprobs": True, "top_logprobs": 20, "max_tokens": 8})
     assert (
         answer.status_code == 200 and len(answer.json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 20
@@ -213,7 +213,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_was_a_500_is_the_clients_mistake(name, url):
+def test_bodies_that_once_gave_a_500_are_the_clients_mistake(name, url):
     change, said = REFUSED[name]
     answer = post(url, ASKED | change)
     if said is None:
@@ -252,7 +252,7 @@ def test_a_fault_of_the_server_is_a_500_with_its_id_in_the_log(url, caplog, monk
     def broken(*_):
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(chat.ChatTextAnswer, "_params", broken)
+    monkeypatch.setattr(chat.ChatTextAnswer, "_make_params", broken)
     answer = post(url, ASKED, headers={"X-Request-Id": "mine-500"})
     assert answer.status_code == 500 and answer.headers["x-request-id"] == "mine-500"
     assert answer.json()["error"]["type"] == "server_error" and "on purpose" not in answer.text

@@ -213,7 +213,7 @@ def test_a_worker_gives_back_the_memory_of_a_large_grammar(byte_tokenizer, monke
     assert start(grammars, regex="d+") is not None, "in another worker"
 
 
-def test_grammars_that_are_not_plain_are_compiled_one_at_a_time_behind_the_engine(byte_tokenizer, monkeypatch):
+def test_grammars_that_are_not_plain_are_compiled_one_at_a_time(byte_tokenizer, monkeypatch):
     """Four at once took the processors from the engine, here and in the worker, and their memory came at once."""
     grammars, alone = Grammars(byte_tokenizer, 300), []
     start(grammars, json_object=True)
@@ -248,7 +248,7 @@ def test_a_grammar_that_no_text_follows_is_refused_at_once(grammars):
         start(grammars, json_schema={"$ref": "#"})
 
 
-def test_what_is_kept_of_grammars_is_bounded_in_bytes(byte_tokenizer, monkeypatch):
+def test_kept_grammars_are_bounded_in_bytes(byte_tokenizer, monkeypatch):
     """It was bounded in entries: 256 schemas of 4 MiB stayed."""
     monkeypatch.setattr(grammar, "COMPILED_BYTES", 40 * grammar.BYTES_PER_CHAR)
     grammars, compiled, compile = Grammars(byte_tokenizer, 300), [], grammar.GrammarLibrary.compile

@@ -87,13 +87,13 @@ def test_every_statement_of_a_kernel_is_compiled(report: Report):
     assert sorted(left) == []
 
 
-def test_what_does_not_compile_is_found(report: Report):
+def test_a_kernel_that_does_not_compile_is_reported(report: Report):
     """A local with the name of a parameter that is a constant: the interpreter runs it, no GPU did from 94e42c7 on."""
     [message] = report["failures"]["__main__.defective_kernel"]
     assert "scale" in message
     assert "__main__.defective_kernel" not in report["compiled"]
 
 
-def test_what_does_not_fit_is_found(report: Report):
+def test_a_kernel_that_does_not_fit_is_reported(report: Report):
     [message] = report["failures"]["__main__.greedy_kernel"]
     assert "bytes of shared memory" in message

@@ -64,7 +64,7 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [
 
 
 @pytest.mark.parametrize("spec", [CHAIN, TREE], ids=["chain", "tree"])
-def test_it_drafts_beyond_its_stated_length_where_its_rope_can(spec, make_target, greedy_oracle, random_prompt):
+def test_a_drafter_drafts_beyond_its_stated_length_if_its_rope_can(spec, make_target, greedy_oracle, random_prompt):
     """All those positions were computed as its last one: it was believed before it, and hardly ever beyond."""
     model, short = make_target("llama"), make_target("llama", max_position_embeddings=SHORT)
     prompts = [random_prompt(n, seed=n) for n in (SHORT - 9, SHORT + 30)]
@@ -133,7 +133,7 @@ def test_no_draft_is_made_beyond_a_drafters_last_position(
 
 
 @pytest.mark.usefixtures("shallow_pair", "bundled_once")
-def test_by_name_and_by_module(random_prompt):
+def test_a_drafter_is_loaded_by_name_or_by_module(random_prompt):
     """The bundled target drafts for itself; as a module it needs no tokenizer where the sizes are equal."""
     plain = Engine.from_pretrained("tiny-gemma4")
     prompt = plain.chat_prompt("Tom has 3 boxes of 12 pencils. He gives away 7. How many are left?")

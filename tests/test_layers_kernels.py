@@ -164,7 +164,7 @@ def test_a_part_is_its_range_of_columns():
 @deep_cases("large-torch.float32", "split-torch.float32", "whole-torch.float16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("n", "k"), [(70, 600), (33, 128), slow(530, 300)], ids=["split", "whole", "large"])
-def test_a_row_has_the_same_bits_beside_any_others(n: int, k: int, dtype: torch.dtype):
+def test_a_row_has_the_same_bits_with_any_other_rows(n: int, k: int, dtype: torch.dtype):
     """Few rows split K over programs and many do not; a row's result shows neither."""
     x, weight = randn(600, k, dtype=dtype), randn(n, k, dtype=dtype)
     alone = [finish(linear(x[i : i + 1], weight))[0] for i in (0, 31, 599)]
@@ -231,7 +231,7 @@ def test_tiles_fit_the_shared_memory(shared_memory: int, monkeypatch: pytest.Mon
 # norms
 
 
-def test_what_lies_beside_is_added_to_the_sum_and_rounded_with_it():
+def test_an_addend_is_added_to_the_sum_and_rounded_with_it():
     """In float16 2048 + 1 is 2048, to which the residual's 1 adds nothing either."""
     two = Product(torch.tensor([[[1024.0]], [[1024.0]]], device=DEVICE), None, torch.float16)
     one = torch.ones(1, 1, dtype=torch.float16, device=DEVICE)
@@ -356,7 +356,7 @@ def test_interleaved_rope_by_eye():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [256, 512])
-def test_gated_projection_gives_a_row_the_same_bits_beside_any_others(width: int):
+def test_gated_projection_gives_a_row_the_same_bits_with_any_other_rows(width: int):
     gate = Product(randn(5, 300, width), None, torch.bfloat16)
     inputs, weight = randn(300, width, dtype=torch.bfloat16), randn(2560, width, dtype=torch.bfloat16) * width**-0.5
 

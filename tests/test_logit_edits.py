@@ -81,7 +81,7 @@ def test_edits_match_their_definition(kind, with_tree, softcap, kernels_run):
 @pytest.mark.parametrize("kind", [ReferenceSampler, KernelSampler])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nothing_that_a_grammar_forbids_is_drawn(kind, temperature, kernels_run):
-    """One token, two, one that the model rules out, and all of them; the draw among these is that of the plain law."""
+    """One token, two, one that the model rules out, and all of them; draws follow the plain distribution."""
     vocab, may_follow = 70, [[5], [3, 69], [8], list(range(70))]
     bits = np.zeros((1, 4, 96), dtype=np.uint8)
     for node, tokens in enumerate(may_follow):

@@ -162,7 +162,7 @@ def test_the_prefix_cache_keeps_no_page_that_the_model_has_not_read(drafter, num
 
         engine.prefixes.release_rows = watched
         text = prompt + engine.generate(prompt, params)[0].token_ids
-        assert len(prompt) < read[0] < len(text) - 2, "it was behind"
+        assert len(prompt) < read[0] < len(text) - 2, "it had unread tokens"
         [again] = engine.generate(text, SamplingParams(max_new_tokens=4))
         assert len(prompt) - 2 <= again.stats.cached_tokens <= read[0]
 

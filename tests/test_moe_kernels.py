@@ -121,7 +121,7 @@ def test_the_block_is_that_of_transformers(family, num_rows, poison_empty):
     ("family", "hidden", "width"),
     [deep("gpt_oss", 40, 24), ("glm4_moe", 40, 24), slow("gemma4-moe", 520, 40), slow("gpt_oss", 520, 40)],
 )
-def test_a_row_has_the_same_bits_beside_any_others(family, hidden, width, poison_empty):
+def test_a_row_has_the_same_bits_with_any_other_rows(family, hidden, width, poison_empty):
     """520 channels are several ranges of the router's."""
     router, experts = described(build(family, hidden=hidden, width=width))
     x = torch.randn(21, hidden, device=DEVICE)
@@ -368,7 +368,7 @@ def test_an_early_product_writes_to_memory_that_was_free_before_the_router_began
         deep(520, 600, 70),
     ],
 )
-def test_a_dense_mlp_beside_experts_has_the_bits_that_it_has_alone(hidden, dense_width, num_rows, poison_empty):
+def test_a_dense_mlp_next_to_experts_has_the_bits_that_it_has_alone(hidden, dense_width, num_rows, poison_empty):
     """600 channels are several ranges of the dense product; 70 rows are launched one by one."""
     router, experts = described(build("gemma4-moe", hidden=hidden))
     mlp = Mlp(

@@ -158,7 +158,7 @@ def test_a_watch_that_fails_ends_no_request(
 
 
 def test_every_eighth_step_does_one_part_of_the_judgement(small: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While requests wait; the rest of it is done once none does. A part in each step took as long as the round beside
+    """While requests wait; the rest of it is done once none does. A part in each step took as long as the round next to
     it, for 144 steps of 16 requests."""
     done: list[int] = []
 
@@ -236,7 +236,7 @@ def test_the_planted_conventions_are_named_and_never_warned_of(
 
 
 @pytest.mark.deep
-def test_the_command_writes_what_it_found_beside_the_module(bundled: Planted, tmp_path: Path) -> None:
+def test_the_command_writes_its_findings_next_to_the_module(bundled: Planted, tmp_path: Path) -> None:
     module = bundled.train(MtpFamily(form="T"), tmp_path / "module")
     write_conventions(module, MtpFamily())
     pair = ["--target", str(bundled.folder), "--drafter", str(module), "--dtype", "float32", "--write-conventions"]

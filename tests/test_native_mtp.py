@@ -253,7 +253,7 @@ def test_a_hit_in_a_row_that_another_request_had(
     name: str, chunk: int, published: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One row, pages of 1, a window of 2: the row's carried states are another text's, and the tokens that are read
-    again lie before the window of those that follow. Chunks of one token begin anew at each."""
+    again lie before the window of those that follow. Chunks of one token begin again at each."""
     monkeypatch.setenv("SPECDEC_SANITIZE", "1")
     made = published(name, sliding_window=2)
     base, other = texts(7, (7, examples(7, 11)))
@@ -271,7 +271,7 @@ def test_a_hit_in_a_row_that_another_request_had(
 
 @deep_cases("deepseek_v3")
 @pytest.mark.parametrize("name", ["glm4_moe-3", deep("glm4_moe-shared"), "deepseek_v3", "kimi_k25"])
-def test_beside_transformers_use_mtp(
+def test_tokens_and_forwards_equal_those_of_transformers_use_mtp(
     name: str, published: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With as many drafts as it makes: its tokens, in as many forwards of the target. The first draft's logits are
@@ -357,7 +357,7 @@ def test_which_modules_a_name_means(published: Any, tmp_path: Path) -> None:
         engine_of(tmp_path, "mtp")
 
 
-def test_modules_copied_beside_a_model_are_found(published: Any, tmp_path: Path) -> None:
+def test_modules_copied_next_to_a_model_are_found(published: Any, tmp_path: Path) -> None:
     """In a file of their own, which the index does not list; they were said to be missing. An adapter is no module."""
     made = published("exaone4")
     tensors = load_file(rewritten(made, tmp_path) / "model.safetensors")

@@ -60,11 +60,11 @@ def test_nothing_of_a_library_is_overridden_or_assigned_to():
         "from uvicorn import Server\nsetattr(Server, 'run', None)",
     ],
 )
-def test_such_code_is_found(source):
+def test_overrides_of_a_library_are_found(source):
     assert len(list(found(source))) == 1
 
 
-def test_other_code_is_not():
+def test_code_without_overrides_is_accepted():
     assert (
         list(found("import enum\nfrom fastapi import Request\nclass Kind(enum.Enum): ...\nclass R(Request): ...")) == []
     )

@@ -2,6 +2,7 @@
 `test_schemathesis.py` runs where it is installed."""
 
 import json
+import threading
 
 import jsonschema
 import pytest
@@ -10,6 +11,7 @@ from fastapi.testclient import TestClient
 from specdec import Engine, EngineConfig
 from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.openai import openapi
 from specdec.serving.openai.openapi import BOUNDS
 from specdec.serving.openai.protocol import MAX_MESSAGES
 from specdec.serving.server_settings import ServeSettings
@@ -38,6 +40,19 @@ def client():
 @pytest.fixture(scope="module")
 def document(client):
     return client.get("/openapi.json").json()
+
+
+def test_the_document_is_made_off_the_loop(client, monkeypatch):
+    """It takes most of a second, in which all streams stood still."""
+    threads, made = [], openapi.get_openapi
+    monkeypatch.setattr(
+        openapi, "get_openapi", lambda **given: (threads.append(threading.current_thread().name), made(**given))[1]
+    )
+    served = client.app.state.serve
+    other = TestClient(create_app(served.engine, served.settings))
+    assert [other.get("/openapi.json").status_code for _ in range(2)] == [200, 200]
+    [name] = threads
+    assert name.startswith("asyncio_"), "a thread of the loop's executor, not the loop's own"
 
 
 def require_said(document, answer, method, path):
@@ -148,7 +163,7 @@ def test_refusals_of_a_type_and_of_no_key_are_what_the_document_says(path, clien
     require_said(document, none, "post", path)
 
 
-def test_what_is_read_and_deleted_is_what_the_document_says(client, document):
+def test_answers_to_get_and_delete_are_as_documented(client, document):
     for path, methods in document["paths"].items():
         if "get" in methods and "{" not in path:
             answer = client.get(path)
@@ -188,7 +203,7 @@ BODIES = {"/v1/completions": COMPLETION, "/v1/responses": RESPONSE, "/v1/chat/co
 
 
 @pytest.mark.parametrize(("name", "value"), list(outside()), ids=lambda part: part if isinstance(part, str) else "")
-def test_what_a_bound_leaves_out_is_refused(name, value, client, document):
+def test_values_outside_of_bounds_are_refused(name, value, client, document):
     path = HOME.get(name, "/v1/chat/completions")
     body = BODIES[path] | {"logprobs": True, name: value}
     if name in ("max_completion_tokens",):
@@ -216,7 +231,7 @@ WITHIN |= {"logit_bias": {"5": -100}, "allowed_token_ids": [5], "stop_token_ids"
 
 
 @pytest.mark.parametrize("name", WITHIN)
-def test_what_a_bound_leaves_in_is_taken(name, client):
+def test_values_within_bounds_are_accepted(name, client):
     answer = client.post("/v1/chat/completions", json=CHAT | {"logprobs": True, name: WITHIN[name]})
     assert answer.status_code == 200, answer.text
 

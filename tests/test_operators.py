@@ -71,7 +71,7 @@ def test_slow_prompts_of_clients_that_have_left_do_not_begin():
     pool.shutdown()
 
 
-def test_what_takes_too_long_to_read_is_refused_and_so_is_what_waits_for_it():
+def test_a_slow_job_is_refused_and_so_is_one_that_waits_for_it():
     async def scene(pool):
         go, jobs = blocked(pool, 2, "")
         try:
@@ -89,7 +89,7 @@ def test_what_takes_too_long_to_read_is_refused_and_so_is_what_waits_for_it():
     pool.shutdown()
 
 
-def test_what_fails_after_its_client_has_left_is_no_traceback_in_the_log():
+def test_an_error_after_its_client_left_is_no_traceback_in_the_log():
     """Cancelled while a grammar was compiled that was then refused: "Future exception was never retrieved"."""
 
     async def scene(pool):
@@ -298,7 +298,7 @@ def test_a_log_drops_lines_rather_than_waiting_for_its_reader_and_says_how_many(
     os.close(writer)
 
 
-def test_every_key_is_let_in_under_a_name_of_its_own():
+def test_every_key_is_accepted_under_its_own_name():
     """A key of the file that was called key-1 took the place of the first --api-key, which was let in no more."""
     names = by_name(["a", "b", "c"], {"key-1": "c"})
     client = TestClient(RequestLog(Guard(answer, names, ClientLimits(at_a_time=1))))

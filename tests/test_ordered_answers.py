@@ -314,7 +314,7 @@ def recite(text, *, name="qwen", template=PLAIN, **more):
 F = '<tool_call>{"name": "f"}</tool_call>'
 
 
-def test_a_call_and_text_behind_it_in_one_delta_are_two_items():
+def test_a_call_and_text_after_it_in_one_delta_are_two_items():
     """It broke a streamed response off (KeyError 'arguments'); a whole one had the text before the call."""
     items, ends = recite(f"A{F}B{F}", tools=RESPONSE_TOOLS)
     assert items == [("content", "A"), ("call", "f", "{}"), ("content", "B"), ("call", "f", "{}")]
@@ -374,12 +374,12 @@ def test_an_exception_in_a_stream_ends_it_with_an_event(seed, monkeypatch):
 
     with reciting([f"A{F}B"]) as reciter:
         reciter.seed = seed
-        monkeypatch.setattr(response_events.ResponseBuilder, "_close", failing)  # the end of a response fails, too
+        monkeypatch.setattr(response_events.ResponseBuilder, "_close_item", failing)  # the end of a response fails, too
         body = {"input": "recite 0", "tools": RESPONSE_TOOLS, "stream": True}
         last = events(post(reciter.url, "responses", body))[-1]
         assert last["type"] == "error" and "its log says why" in last["message"]
         monkeypatch.undo()
-        monkeypatch.setattr(response_events.ResponseBuilder, "_text", failing)
+        monkeypatch.setattr(response_events.ResponseBuilder, "_add_text", failing)
         last = events(post(reciter.url, "responses", body))[-1]
         assert last["type"] == "response.failed" and "its log says why" in last["response"]["error"]["message"]
         monkeypatch.setattr(chat_message.MessageBuilder, "deltas", failing)

@@ -137,7 +137,7 @@ def test_the_container_gets_all_that_is_installed():
     assert all((ROOT / each).exists() for each in copied)
 
 
-def test_a_script_beside_a_clone_named_specdec_imports_the_package(tmp_path):
+def test_a_script_next_to_a_clone_named_specdec_imports_the_package(tmp_path):
     """The clone's folder has the package's name and no __init__.py, so Python takes it for a namespace package, unless
     a folder later on the path holds the package itself. An editable install in compat mode puts the checkout there."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))

@@ -118,7 +118,7 @@ def test_weights_stand_for_those_of_the_plain_model(family, form, packed_pair, r
     assert TargetModel(model, REFERENCE).unfused is None, "fused layers describe packed modules"
 
 
-def test_nothing_of_the_load_is_left(packed_pair):
+def test_a_load_leaves_nothing_behind(packed_pair):
     """To the rest of the program, and to the user, it is a model as any other."""
     model = Checkpoint.from_name(str(packed_pair("llama", "int4-g32")[0])).load(torch.bfloat16, CPU)
     assert not model.is_quantized and not hasattr(model, "hf_quantizer")
@@ -318,7 +318,7 @@ def bundled(shallow_folder, tmp_path_factory):
 
 
 @pytest.mark.usefixtures("shallow_pair")
-def test_it_is_said_how_weights_are_stored(packed_pair, bundled, caplog):
+def test_storage_of_weights_is_reported(packed_pair, bundled, caplog):
     """At load, in the summary of `specdec generate`, and of what transformers runs quantised."""
     words = "weights in int4 in groups of 32, the rest float32"
     folder, _ = packed_pair("llama", "int4-g32")
@@ -371,7 +371,7 @@ def test_columns_that_fill_no_words_are_named(tmp_path):
     "given", [Mxfp4Config(dequantize=True), {"quant_method": "mxfp4", "dequantize": True}], ids=["object", "dict"]
 )
 def test_the_users_own_quantization_config_goes_to_transformers(given, packed_pair):
-    """A dict too, which transformers itself refuses beside the `quantization_config` of a checkpoint."""
+    """A dict too, which transformers itself refuses next to the `quantization_config` of a checkpoint."""
     folder, plain = packed_pair("gpt_oss", "mxfp4")
     loaded = Checkpoint.from_name(str(folder), {"quantization_config": given}).load(torch.float32, CPU)
     experts = loaded.model.layers[0].mlp.experts

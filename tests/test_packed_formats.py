@@ -163,7 +163,7 @@ def test_zeros_of_symmetric_gptq_are_not_kept():
 
 
 @pytest.mark.parametrize("method", ["torchao", "bitsandbytes", "hqq"])
-def test_what_transformers_alone_reads_is_left_to_it(method):
+def test_formats_that_only_transformers_reads_are_left_to_it(method):
     assert quantization_of({"quant_method": method, "load_in_8bit": True}) is None
 
 

@@ -369,7 +369,7 @@ DEFECTS: dict[str, tuple[list[str], Callable[[Checkpoint], Any], str]] = {
         both(weights(actorder="static"), added("weight_g_idx", torch.arange(64).flip(0) // 32)),
         r"grouped by importance",
     ),
-    # what lies beside modules that are plain
+    # what lies next to modules that are plain
     "bias": (LLAMA, added("bias", torch.ones(96)), r"{weight}bias is not read"),
     "bias of a norm": (LLAMA, added(f"{NORM}.bias", torch.ones(64)), r"input_layernorm.bias is not read"),
     "scale of a norm": ([*NAMES], added(f"{NORM}.weight_scale", ONES), r"plain weight .*layernorm.weight_scale next"),
@@ -543,7 +543,7 @@ DIFFERENCES = [(form, name) for name, (forms, _) in SAME.items() for form in for
 
 
 @pytest.mark.parametrize(("form", "difference"), each_value(DIFFERENCES))
-def test_what_changes_no_value_is_read(form, difference, written, changed):
+def test_settings_that_change_no_value_are_read(form, difference, written, changed):
     before, after = values_of(load(written(form)[0])), values_of(load(changed(form, SAME[difference][1])))
     assert before and before.keys() == after.keys()
     for name, value in before.items():

@@ -52,7 +52,7 @@ def tab(browser, faults):
 
 @pytest.fixture
 def page(tab, server, faults):
-    """Light, loaded anew in the one tab, and whatever goes wrong in it fails the test."""
+    """Light, reloaded in the one tab, and whatever goes wrong in it fails the test."""
     faults.clear()
     tab.unroute_all()
     tab.emulate_media(color_scheme="light")
@@ -318,7 +318,7 @@ def test_a_conversation_is_kept_and_sent(page, answered):
 
 
 @pytest.mark.slow
-def test_a_key_is_asked_for_where_one_is_needed(browser, server):
+def test_a_page_asks_for_a_key_if_one_is_needed(browser, server):
     page = browser.new_page()
     page.set_default_timeout(SECONDS)
     wrong = json.dumps({"error": {"message": "no API key was given; send one"}})

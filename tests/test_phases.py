@@ -168,14 +168,14 @@ def test_a_fault_of_the_engine_fails_parity_and_has_no_figures(subject, monkeypa
 
 
 def test_a_cell_without_memory_is_a_note_and_the_others_go_on(subject, monkeypatch):
-    driven = run_module._driven
+    driven = run_module._time_rounds
 
     def full(subject, plan, spec, prompts, max_len):
         if len(prompts) == 2:
             raise CapacityError("2 requests take 9 GB, and 1 GB are left")
         return driven(subject, plan, spec, prompts, max_len)
 
-    monkeypatch.setattr(run_module, "_driven", full)
+    monkeypatch.setattr(run_module, "_time_rounds", full)
     cells = run_phases(subject, plan(batches=[1, 2])).cells
     assert [cell.shown for cell in cells] == [True, True, False, False]
     assert cells[2].note == "no figure: 2 requests take 9 GB, and 1 GB are left"
@@ -188,7 +188,7 @@ def test_a_batch_that_would_have_to_wait_is_refused(make_target, make_engine):
         run_module._require_room(engine, 4, 64)
 
 
-def test_a_peer_that_cannot_is_a_note(subject, monkeypatch):
+def test_a_peer_that_cannot_run_is_a_note(subject, monkeypatch):
     def fails(prompts, steps):
         raise RuntimeError("no such kernel\nand a trace")
 
@@ -212,7 +212,7 @@ def test_assisted_generation_takes_as_many_steps_as_it_has_rounds(subject, make_
 
 
 def test_ctrl_c_keeps_whole_cells(subject, monkeypatch):
-    driven, calls = run_module._driven, []
+    driven, calls = run_module._time_rounds, []
 
     def interrupted(*given):
         calls.append(given)
@@ -220,7 +220,7 @@ def test_ctrl_c_keeps_whole_cells(subject, monkeypatch):
             raise KeyboardInterrupt
         return driven(*given)
 
-    monkeypatch.setattr(run_module, "_driven", interrupted)
+    monkeypatch.setattr(run_module, "_time_rounds", interrupted)
     with pytest.raises(Interrupted, match="1 cells were measured") as stop:
         run_phases(subject, plan())
     assert [cell.run for cell in stop.value.report.cells] == ["plain"]
@@ -319,7 +319,7 @@ def test_a_shape_that_does_not_fit_says_so_before_it_is_made(monkeypatch):
 
 def test_numbers_and_prompts():
     assert command.parse_integers("batches", "8,1, 2k,8") == [1, 8, 2048]
-    assert command.numbers("acceptance", "3,2.5") == [2.5, 3.0]
+    assert command.parse_numbers("acceptance", "3,2.5") == [2.5, 3.0]
     prompts = [[1, 2, 3], [4, 5]]
     assert command.joined_prompts(prompts, 2, 4) == [[5, 1, 2, 3], [2, 3, 4, 5]]
     assert command.joined_prompts(prompts, 1, 2) == [[2, 3]]

@@ -62,7 +62,7 @@ def replaced_in(placeholders):
     return {token: other for token, other in enumerate(placeholders.table.tolist()) if other != token}
 
 
-def test_what_replaces_them_is_read_off_the_forward(model, make_target):
+def test_replacements_of_placeholders_are_measured_in_a_forward(model, make_target):
     found = TargetModel(model).placeholders
     assert replaced_in(found) == {IMAGE: 3, VIDEO: 3, AUDIO: 3} and not found.unread
     assert TargetModel(make_target("gemma4-e2b")).placeholders == Placeholders()  # of text alone
@@ -82,7 +82,7 @@ def test_granite_speech_embeds_id_0_for_a_sound():
     ("kind", "why"),
     [(WantsPixels, "(ValueError: no pixels)"), (EmbedsApart, "which it reads as no token of the vocabulary")],
 )
-def test_an_id_that_no_other_stands_for_is_refused_in_a_prompt_alone(kind, why):
+def test_an_id_without_a_replacement_is_refused_in_prompts_only(kind, why):
     model = kind(LlavaConfig(text_config=LlamaConfig(**PLAIN), **LLAVA)).eval()
     engine = Engine.from_pretrained(model, config=EngineConfig(device="cpu", max_model_len=64))
     few = SamplingParams(max_new_tokens=3, logit_bias={IMAGE: 100.0})

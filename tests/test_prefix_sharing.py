@@ -107,7 +107,7 @@ def test_penalties_and_logprobs_know_the_whole_prompt(build, random_prompt):
     )
 
 
-def test_rounds_under_way_spoil_nothing_that_is_kept(build, greedy_oracle, random_prompt, monkeypatch):
+def test_rounds_in_flight_overwrite_no_cached_page(build, greedy_oracle, random_prompt, monkeypatch):
     """Captured rounds are launched before the one in front is settled: who ended there still writes after its end."""
     capture_on_tape(monkeypatch)
     engine = build(DRAFTERS["eagle3-tree"], max_batch_size=3, full_slots=240)

@@ -78,7 +78,7 @@ def test_a_byte_order_mark_is_not_part_of_the_first_line(tmp_path):
     ],
     ids=lambda value: None if isinstance(value, bytes) else value,
 )
-def test_what_is_no_prompt_is_one_sentence_with_file_and_line(content, says, tmp_path):
+def test_a_line_without_a_prompt_is_one_sentence_with_file_and_line(content, says, tmp_path):
     path = written(tmp_path, content)
     with pytest.raises(SpecDecError, match=says) as caught:
         read_prompts(path)

@@ -79,7 +79,7 @@ class Simulation:
     now: float = 0.0
     gaps: list[float] = field(default_factory=list)  # of steps in which others decode
     first: dict[int, float] = field(default_factory=dict)  # seconds to the first token, by prompt tokens
-    promised: float = 0.0  # at most, while prompts were read beside streams
+    promised: float = 0.0  # at most, while prompts were read next to streams
 
     def run(self, requests: list[tuple[float, int, int]]) -> float:
         waiting, reading, decoding = deque(sorted(requests)), [], []
@@ -124,7 +124,7 @@ class Simulation:
         reading[:] = [request for request in reading if request[3] < request[1]]
 
 
-def test_what_forwards_take_is_learned_from_any_of_them() -> None:
+def test_times_are_learned_from_forwards_of_any_length() -> None:
     draw = random.Random(0)
     for _ in range(examples(5, 100)):
         truth = [

@@ -53,7 +53,7 @@ def assert_right(model: Any, out: GenerationOutput, hf_forward: Callable[..., An
 @pytest.mark.parametrize("family", ["gemma4-e2b", "llama"])
 @pytest.mark.parametrize("config", [{}, {"prefill_chunk": 5, "page_size": 4}], ids=["whole", "chunks-of-5"])
 def test_prompt_logprobs_are_those_of_transformers(family, config, make_target, make_engine, random_prompt, hf_forward):
-    """Prompts of several lengths at once, beside one that asks for none; the output does not change."""
+    """Prompts of several lengths at once, next to one that asks for none; the output does not change."""
     model = make_target(family)
     engine = make_engine(model, "ngram", **config)
     prompts = [random_prompt(length) for length in (23, 1, 2, 40, 9)]

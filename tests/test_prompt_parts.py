@@ -41,7 +41,7 @@ def params(new: int = NEW, **changes) -> SamplingParams:
 
 
 class Scene:
-    """An engine that decodes a stream: beside it, 8 tokens of prompts are read at a time, a part a step."""
+    """An engine that decodes a stream: next to it, 8 tokens of prompts are read at a time, a part a step."""
 
     def __init__(self, engine, continued, random_prompt):
         self.engine, self.continued, self.random_prompt = engine, continued, random_prompt
@@ -103,7 +103,7 @@ def scene_of(make_target, make_engine, greedy_oracle, random_prompt, monkeypatch
     return make
 
 
-def test_a_step_runs_a_part_beside_its_round(scene_of):
+def test_a_step_runs_its_round_and_a_part_of_a_forward(scene_of):
     """Five layers, each a part: a chunk of 8 tokens is committed with the fifth. The stream has a token of each."""
     scene = scene_of()
     engine, num_layers = scene.engine, scene.num_layers
@@ -322,7 +322,7 @@ def gap_of(round_seconds: float) -> PromptGap:
     return gap
 
 
-def test_parts_beside_a_round_fit_half_of_it() -> None:
+def test_parts_next_to_a_round_take_at_most_half_of_it() -> None:
     for round_seconds in (4.8e-3, 9e-3, 30e-3):
         gap = gap_of(round_seconds)
         for prefix in (0, 4096, 32768):
@@ -364,7 +364,7 @@ def test_parts_are_captured_before_the_first_request(scene_of, monkeypatch):
     assert scene.engine.stats().captures.made == made
 
 
-def test_a_prefix_is_on_the_device_when_forwards_behind_it_are_timed(make_engine, make_target, measured, monkeypatch):
+def test_a_prefix_is_on_the_device_when_forwards_after_it_are_timed(make_engine, make_target, measured, monkeypatch):
     """A replayed forward reads what is there. Once that was no prefix, and attention over one took no time."""
     monkeypatch.delenv(SETTING, raising=False)  # which knows of no rows without slots, so nothing is warmed up
     seen, load_chunks = set(), ChunkProgram.load_chunks

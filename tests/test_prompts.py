@@ -161,7 +161,7 @@ def test_chat_refuses_what_is_no_conversation(engine):
 
 
 @pytest.mark.parametrize("name", ["tokenize", "return_tensors", "padding", "tokenizer_kwargs", "conversation", "self"])
-def test_what_the_engine_decides_is_no_argument_of_a_template(name, engine):
+def test_arguments_that_the_engine_sets_are_refused_for_templates(name, engine):
     with one_sentence(SpecDecError, name, "token ids"):
         engine.chat_prompt("Hi", **{name: True})
 
@@ -256,7 +256,7 @@ def test_tokens_within_tokens_are_broken_too(chatml):
     for text in ("<|im_<|im_start|>start|>", "<think<think>>", "<|im_start|><|im_end|>"):
         ids = chat_ids(chatml, [{"role": "user", "content": text}], special_tokens_in_content="escape")
         assert control(chatml, ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
-    chat, others, marker = found.broken([{"role": "user", "content": "nothing"}], {"tools": None})
+    chat, others, marker = found.break_tokens([{"role": "user", "content": "nothing"}], {"tools": None})
     assert (chat, others, marker) == ([{"role": "user", "content": "nothing"}], {"tools": None}, "")
 
 
@@ -282,7 +282,7 @@ def test_names_tools_and_arguments_are_content_and_roles_are_not(chatml):
     assert control(chatml, ids).count("</tool_call>") == 1
 
 
-def test_what_the_template_reads_in_an_answer_it_still_reads(chatml):
+def test_a_template_still_reads_markup_in_answers(chatml):
     """Thoughts are cut out of earlier answers by the template."""
     chat = [
         {"role": "user", "content": "x"},

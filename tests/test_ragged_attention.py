@@ -215,7 +215,7 @@ def test_a_short_run_after_a_long_prefix_is_cut_into_splits(monkeypatch: pytest.
         torch.testing.assert_close(got.cpu().double(), case.expected(None, None, sinks), rtol=2e-5, atol=2e-5)
 
 
-def test_what_a_window_hides_is_not_visited() -> None:
+def test_keys_outside_of_a_window_are_not_visited() -> None:
     """Nor are keys past a tile: they hold NaN, and a product with a weight of 0 would show it."""
     case = Case([100], [4], 0, None, 2)
     hidden = case.lines.slots[0, :80]

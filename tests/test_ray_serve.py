@@ -256,7 +256,7 @@ def test_a_replica_is_given_the_gpus_that_share_its_target(tensor_parallel, gpus
         ({"root_path": "llm"}, "it begins with a slash"),
     ],
 )
-def test_what_ray_cannot_do_is_refused_before_anything_starts(changed, said, example):
+def test_settings_that_ray_cannot_serve_are_refused_before_anything_starts(changed, said, example):
     with pytest.raises(ConfigError, match=said):
         example.run_replicas(example.ReplicaOptions(**changed, gpus=1))
 

@@ -127,9 +127,10 @@ def test_the_shell_prints_a_recipe_by_any_of_its_names():
     assert "(measured)" in text and "on a smaller GPU:" in text and f"{report['cards'][0]['tokens']:,}" in text
 
 
-def test_a_table_has_every_recipe():
+def test_a_table_has_every_recipe_and_says_what_its_columns_are():
     table = run().stdout
     assert "24 GB" in table and all(pair.target in table for pair in RECIPES.values())
+    assert "how many of these requests fit; -: the weights leave no room" in table and "milliseconds" in table
     commands = [found.command for found in recipes().values()]
     assert [each["command"] for each in json.loads(run("--json", "-").stdout)] == commands
 

@@ -1,4 +1,4 @@
-"""Random interleavings on targets with recurrent layers: each state that is kept is that of its tokens, computed anew.
+"""Random interleavings on targets with recurrent layers: each state that is kept is that of its tokens, computed again.
 
 A vocabulary of six tokens has random trees of drafts accepted often, without a model that proposes them, and texts that
 share prefixes. What an interleaving leaves is recomputed at its end, in one forward over the whole texts.

@@ -1,6 +1,6 @@
 """The reference attention and the plans against dense loops in float64, and the shape of the page tables.
 
-`Scene` keeps, beside the pools, the plain list of keys and values of every request, for `dense_oracle.py`.
+`Scene` keeps, next to the pools, the plain list of keys and values of every request, for `dense_oracle.py`.
 """
 
 import math
@@ -67,7 +67,7 @@ class Scene:
         allocator.evict(SWA, self.table.pages(shift, 3))
         self.rows = ints(*(self.table.open_row() for _ in lengths))
         self.lengths = lengths
-        self.k, self.v = {}, {}  # layer -> request -> [S, Hkv, D], kept beside the pools
+        self.k, self.v = {}, {}  # layer -> request -> [S, Hkv, D], kept next to the pools
         for layer, (_, heads, size) in HEADS.items():
             self.k[layer] = [self.random(length, heads, size) for length in lengths]
             self.v[layer] = [self.random(length, heads, size) for length in lengths]

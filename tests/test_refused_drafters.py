@@ -206,7 +206,7 @@ def refused(kind: str, folder: Path, changes: dict[str, Any], error: type[SpecDe
 
 
 @pytest.mark.parametrize(("kind", "changes", "error", "says"), ROWS)
-def test_what_is_wrong_is_said(kind, changes, error, says, tmp_path) -> None:
+def test_every_fault_of_a_drafter_is_named(kind, changes, error, says, tmp_path) -> None:
     refused(kind, tmp_path, changes, error, says)
 
 

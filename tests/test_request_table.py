@@ -218,7 +218,7 @@ def put_slots(row: int, cells: object, value: object) -> Callable[[KVRig], None]
 
 CORRUPTED: dict[str, tuple[Callable[[KVRig], object], str]] = {
     "one page in two rows": (put_slots(1, slice(4), range(28, 32)), "full: .* own pages .*, with .* claims"),
-    "slots behind capacity": (put_slots(0, 28, 9), "slots past its capacity"),
+    "slots past the capacity": (put_slots(0, 28, 9), "slots past its capacity"),
     "longer than capacity": (
         lambda table: table.committed_len.__setitem__(0, 29),
         r"evicted=array\(\[0, 8\]\) length=29 capacity=28",

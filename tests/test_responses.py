@@ -188,7 +188,7 @@ def test_the_bytes_of_what_is_stored_are_bounded_for_each_key_and_in_all(monkeyp
     assert num_bytes(store) == 0
 
 
-def test_what_is_stored_takes_no_more_memory_than_it_is_counted_as(monkeypatch):
+def test_stored_responses_take_no_more_memory_than_counted(monkeypatch):
     """Objects were kept and their JSON was counted: 64 MiB of many small items took 426 MB."""
     monkeypatch.setattr(state, "MAX_KEY_BYTES", 100_000)
     items = [{"role": "user", "content": [{"type": "input_text", "text": str(index)}]} for index in range(100)]
@@ -233,7 +233,7 @@ def test_what_is_stored_takes_no_more_memory_than_it_is_counted_as(monkeypatch):
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_a_response_cannot_be_is_refused_in_openais_shape(change, param, url):
+def test_unsupported_responses_are_refused_in_openais_shape(change, param, url):
     answer = httpx.post(f"{url}/v1/responses", json={"input": QUESTION} | change, timeout=60)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
     assert answer.json()["error"]["type"] == "invalid_request_error"

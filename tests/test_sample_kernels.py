@@ -266,7 +266,7 @@ def test_noise_is_the_samplers_and_its_bound_is_near(seed, position, poison_empt
 
 
 @pytest.mark.parametrize("with_tree", [False, True], ids=["first", "tree"])
-def test_what_an_engine_samples_with(with_tree):
+def test_an_engine_samples_with_the_kernel_sampler(with_tree):
     """`KernelSampler` in the place of `ReferenceSampler`: draws with penalties along each node's path, and children."""
     params = [
         SamplingParams(temperature=0.0, repetition_penalty=1.5),
@@ -344,7 +344,7 @@ def test_a_cheap_tangent_of_a_bfloat16_rounds_as_the_exact_one_does():
     assert 8e-6 < to_halfway.min() < 9e-6
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it(poison_empty):
+def test_a_row_does_not_depend_on_other_rows(poison_empty):
     torch.manual_seed(2)
     params = [SamplingParams(**settings) for settings in SETTINGS[1 :: examples(8, 4)]]
     logits = logits_of("ties", len(params), 1, 200)

@@ -1,7 +1,7 @@
 """Sampling: the processed distribution is that of transformers, the noise is a fixed function, and so is the output.
 
-`test_law_*` compare drawn frequencies with the exact law by a chi-square statistic at p = 1e-4; seeds are fixed, so the
-outcome is too.
+`test_distribution_of_a_draw` compares drawn frequencies with exact probabilities by a chi-square statistic at p = 1e-4;
+seeds are fixed, so the outcome is too.
 """
 
 import itertools
@@ -31,7 +31,7 @@ def batch_of(*params, seeds=None):
     return sampler_of(params, list(range(len(params))) if seeds is None else seeds)
 
 
-# the law after the filters
+# the distribution after the filters
 
 
 def top_n_sigma_on_paper(n):
@@ -279,20 +279,20 @@ def test_seeds_differ_and_none_draws_one(make_target, make_engine, random_prompt
     assert len({first, *others}) == 5
 
 
-# the law of what is drawn: that of a draw. Noise is uncorrelated and drafts change no draw, so texts have theirs
+# the distribution of a draw. Noise is uncorrelated and drafts change no draw, so whole texts follow theirs too
 
 
 def wilson_hilferty(df, z=3.719):
-    """The quantile of the chi-square law with `df` degrees of freedom at p = 1e-4 (z: of the normal law)."""
+    """The quantile of the chi-square distribution with `df` degrees of freedom at p = 1e-4 (z: of the normal one)."""
     return df * (1 - 2 / (9 * df) + z * math.sqrt(2 / (9 * df))) ** 3
 
 
-def assert_follows(counts, law):
-    """Pearson's statistic of counts [cells] under law [cells] stays below its 1 - 1e-4 quantile."""
-    counts, law = counts.double(), law.double()
-    assert abs(law.sum() - 1) < 1e-5
-    assert counts[law == 0].sum() == 0, "something impossible was drawn"
-    expected = law * counts.sum()
+def assert_follows(counts, probabilities):
+    """Pearson's statistic of counts [cells] under probabilities [cells] stays below its 1 - 1e-4 quantile."""
+    counts, probabilities = counts.double(), probabilities.double()
+    assert abs(probabilities.sum() - 1) < 1e-5
+    assert counts[probabilities == 0].sum() == 0, "something impossible was drawn"
+    expected = probabilities * counts.sum()
     rare = expected < 5
     pooled = torch.cat([expected[~rare], expected[rare].sum()[None]])
     seen = torch.cat([counts[~rare], counts[rare].sum()[None]])
@@ -313,7 +313,7 @@ def assert_follows(counts, law):
     ),
     ids=str,
 )
-def test_law_of_a_draw(settings, axis):
+def test_distribution_of_a_draw(settings, axis):
     torch.manual_seed(0)
     logits, draws = torch.randn(8) * 1.5, 30_000
     params = SamplingParams(temperature=0.8, **settings)

@@ -98,7 +98,7 @@ def test_all_but_the_sink_is_poison_until_it_is_written(rig) -> None:
     assert poisoned(rig, PRIMARY) == [slot for slot in everything if slot not in written]
 
 
-def test_what_is_freed_is_poisoned_again_in_every_group(rig) -> None:
+def test_freed_slots_are_poisoned_again_in_every_group(rig) -> None:
     row = opened(rig, 13)
     slots = rig.slots.host[row, :13].copy()
     peers = rig.allocator.maps.host[SWA][slots]
@@ -235,8 +235,8 @@ def test_a_table_that_is_too_short_is_named(rig) -> None:
 
 def test_a_write_to_a_shared_page_is_named(rig) -> None:
     row = opened(rig, 8)
-    behind = rig.slots.host[row, 8:9] // rig.allocator.page_size
-    rig.allocator.primary.cache_pages(behind)  # which no cache may: its tokens are not final
+    lookahead = rig.slots.host[row, 8:9] // rig.allocator.page_size
+    rig.allocator.primary.cache_pages(lookahead)  # no cache may hold it: its tokens are not final
     with pytest.raises(LocationError, match=rf"^row {row}, position \d+: would write to full slot .*several owners"):
         attend(rig, chain(rig, row), PRIMARY)
 
@@ -271,7 +271,7 @@ def test_a_wrong_table_is_named_before_the_launch(wrong: str, rig) -> None:
 
 
 @pytest.mark.parametrize("value", ["", "0", None])
-def test_off_is_off(value, make_target, make_engine, monkeypatch) -> None:
+def test_without_its_variable_the_sanitizer_is_off(value, make_target, make_engine, monkeypatch) -> None:
     monkeypatch.delenv("SPECDEC_SANITIZE", raising=False)
     if value is not None:
         monkeypatch.setenv("SPECDEC_SANITIZE", value)

@@ -324,7 +324,7 @@ def test_random_histories(page_size: int, cached: bool, examples: int) -> None:
     assert (run(page_size, cached, examples) > 0) == cached
 
 
-def test_random_histories_of_the_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_histories_with_priorities_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Priorities change all the time, and with them who is admitted, who has to go, and in what order."""
     monkeypatch.setattr(scheduler, "OVERTAKEN_PER_LEVEL", 2)
     run(1, False, 6)
@@ -332,7 +332,7 @@ def test_random_histories_of_the_impatient(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("level", [1, 3])
 def test_a_low_priority_is_not_kept_waiting_by_a_steady_stream(level: int) -> None:
-    """There are always more of priority 0 than there are rows, and yet its turn comes when the law says so."""
+    """There are always more of priority 0 than there are rows, and yet its turn comes when the rule says so."""
     layout = KVLayout((layer_spec(SLIDING_LAYER, WINDOW), layer_spec(FULL_LAYER, None)))
     sizes = {"pages": 200, "page_size": 1, "max_len": MAX_LEN, "lookahead": NODES}
     table = KVRig(layout, **sizes, max_requests=ROWS).table

@@ -1,4 +1,4 @@
-"""Hostile clients leave nothing behind in a server, and good streams next to them equal those of a quiet server.
+"""Hostile clients leak nothing in a server, and good streams next to them equal those of a quiet server.
 
 SPECDEC_SOAK is how often they come, once by default; a release is given SPECDEC_SOAK=20.
 """

@@ -45,7 +45,7 @@ def answer_of(engine: Engine, max_new_tokens: int = NEW, **params):
 
 
 def figures(server: ServerProcess) -> dict[str, float]:
-    """Every figure of /metrics: by name, and by name and label where it has one beside the model's."""
+    """Every figure of /metrics: by name, and by name and label where it has one next to the model's."""
     text = httpx.get(server.url + "/metrics").text
     lines = [re.match(r'([\w:]+)(?:\{(?:(\w+="[^"]*"),)?model_name="\w+"(?:,(\w+="[^"]*"))?\})? (\S+)$', line)
              for line in text.splitlines() if not line.startswith("#")]  # fmt: skip
@@ -115,7 +115,7 @@ def test_content_in_parts_is_the_same_as_joined(client):
     assert in_parts == joined_text
 
 
-def test_what_an_answer_says_can_be_sent_back(client):
+def test_an_answers_message_can_be_sent_back(client):
     """The client's own message object, whole."""
     message = ask(client, max_tokens=NEW).choices[0].message
     assert ask(client, messages=[*CHAT, message, *CHAT], max_tokens=4).usage.prompt_tokens > 50
@@ -193,7 +193,7 @@ def test_the_ways_in_which_a_form_is_asked_for(body, pattern, client):
     assert re.fullmatch(pattern, text, re.DOTALL)
 
 
-def test_it_is_well_and_says_what_it_serves(server, client):
+def test_a_server_answers_health_checks_and_lists_its_models(server, client):
     assert httpx.get(server.url + "/health").json() == {"status": "ok"}
     assert httpx.get(server.url + "/version").json() == {"version": __version__}
     assert [model.id for model in client.models.list()] == ["tiny", "small"]

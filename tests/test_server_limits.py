@@ -172,7 +172,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_supported_is_refused_in_openais_shape(case, server):
+def test_unsupported_fields_are_refused_in_openais_shape(case, server):
     change, status, param, said = REFUSED[case]
     answer = post(server, CHAT | change if isinstance(change, dict) else change)
     error = answer.json()["error"]

@@ -128,7 +128,7 @@ class Letters:
         return "".join("\ufffd" if token < 2 else chr(95 + token) for token in ids)
 
 
-def test_of_tokens_with_the_same_text_the_likeliest_counts():
+def test_tokens_with_the_same_text_share_the_highest_logprob():
     """Else the harness takes a token that is the likeliest for one that is not."""
     scores = [None, TokenLogprob(0, -0.5, {0: -0.5, 1: -1.5}), TokenLogprob(1, -3.0, {0: -0.5, 2: -1.0})]
     found = echoed_logprobs(Letters(), [2, 0, 1], "a\u00e9", scores, 2)

@@ -39,7 +39,7 @@ ROUTERS = {
 
 PUBLISHED = {  # numbers of a target and of its drafter
     "gemma4-e2b": (4_628_569_344, 77_731_328),  # 2.28e9 and its table: "2.3B effective", "5.1B" with its encoders
-    # E4B: 4.64e9 beside its table of 2.82e9 per-layer embeddings; the assistants' own tables are counted
+    # E4B: 4.64e9 next to its table of 2.82e9 per-layer embeddings; the assistants' own tables are counted
     "gemma4-e4b": (7_463_013_376, 78_517_760),
     "gemma4-12b": (11_923_078_912, 422_856_960),
     "gemma4-26b-a4b": (25_233_141_760, 419_711_232),  # "25.2B"
@@ -190,7 +190,7 @@ def test_tied_tables_stay_one_when_they_leave_meta():
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def test_no_room_is_said_with_the_numbers_before_anything_is_made(monkeypatch):
+def test_lack_of_memory_is_reported_with_the_numbers_before_anything_is_made(monkeypatch):
     monkeypatch.setattr(weights, "free_bytes", lambda device: 10 << 30)
     shape, forms = SHAPES["gemma4-31b"], (None, FORMS["int4-g32"])
     plain, packed = (weights.count_weights(shape, Shrink(), form=form) for form in forms)
@@ -276,7 +276,7 @@ def mixture(width, head_dim):
     return GptOssConfig(**sizes, **heads, **experts, layer_types=["full_attention"])
 
 
-def test_of_a_mixture_the_expected_experts_are_read():
+def test_a_mixtures_floor_counts_the_expected_experts():
     target = target_of(mixture(8, 4))
     expert = (8 * 16 + 16 + 8 * 8 + 8) * 4
     assert step_bytes(target, 1, 1, 10).experts == expert  # one row, one expert

@@ -127,7 +127,7 @@ def test_an_error_of_specdec_that_names_a_row_is_that_requests_own_error(scene):
     assert raised.value.__cause__ is None and raised.value.__context__ is None  # and holds no frames of the step
 
 
-def test_what_settling_one_request_raises_ends_that_one_alone(scene, monkeypatch):
+def test_an_error_in_settling_a_request_ends_that_one_alone(scene, monkeypatch):
     settle = Request.settle
 
     def broken(request, *arguments, **options):

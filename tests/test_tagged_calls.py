@@ -98,7 +98,7 @@ QUOTED = tagged(parameter("b", "2"), name="g")
         (tagged("<parameter=a>\nPar")[: -len("</function>\n</tool_call>")], None),
     ],
 )
-def test_what_ends_a_value_without_quotes(text, expected):
+def test_markers_that_end_a_value_without_quotes(text, expected):
     tools = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}}
     content, [(name, arguments)] = parsed("hermes", [text], tools=tools)
     assert name == "f" and content == ""

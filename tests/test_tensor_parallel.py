@@ -166,7 +166,7 @@ UNSHARED: dict[str, tuple[str, dict[str, Any], int, str]] = {
 
 
 @pytest.mark.parametrize(("family", "fields", "count", "said"), UNSHARED.values(), ids=UNSHARED)
-def test_what_cannot_be_shared_is_refused(family: str, fields: dict[str, Any], count: int, said: str):
+def test_models_that_cannot_be_divided_are_refused(family: str, fields: dict[str, Any], count: int, said: str):
     """A model, and a target that is whole."""
     sizes = {**WIDE, **LATENTS} if family == "deepseek_v3" else {} if family == "lfm2" else WIDE
     model = build_target(family, **{**sizes, **fields}).eval()
@@ -279,7 +279,7 @@ def test_a_wait_for_a_rank_that_has_not_pushed_ends(tagged: bool, halves: str):
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("left", "pushed"), [(STEPS + 1, True), (2 * STEPS - 1, True), (2**31 - 1, False)])
-def test_a_flag_that_was_left_long_ago_is_none(left: int, pushed: bool):
+def test_a_flag_of_a_much_earlier_exchange_is_ignored(left: int, pushed: bool):
     """A program that only large exchanges have may be asked again when half of all targets have passed."""
     ranks = halves_of_an_exchange(False, (0, "wait"), left=left)
     with nullcontext() if pushed else pytest.raises(DeviceLostError):
@@ -287,7 +287,7 @@ def test_a_flag_that_was_left_long_ago_is_none(left: int, pushed: bool):
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_word_that_was_read_is_not_there_when_its_target_comes_again():
+def test_a_word_that_was_read_is_not_taken_for_a_new_one():
     """2^20 rounds later the target is the same number, and a word that nothing has overwritten was taken for a new one:
     as here, where no round has passed. Nor does a word that was never written have any target."""
     ranks = halves_of_an_exchange(True, (0, "push"), (1, "push"), (0, "wait"), (1, "wait"))

@@ -73,7 +73,7 @@ def test_bad_input_is_refused_when_it_is_submitted(make_target, make_engine):
     assert_idle(engine)
 
 
-def test_letting_go_of_a_handle_aborts_nothing(make_target, make_engine, random_prompt):
+def test_dropping_a_handle_aborts_nothing(make_target, make_engine, random_prompt):
     engine = make_engine(make_target("llama"))
     engine.submit(random_prompt(5), PARAMS)  # the handle is gone
     while engine.step():
@@ -224,7 +224,7 @@ def test_a_read_that_is_interrupted_has_read_nothing(monkeypatch):
     assert first.text + second.text + last.text == last.output.text
 
 
-def test_a_step_looks_only_at_requests_that_it_brought_something(make_target, make_engine, random_prompt, monkeypatch):
+def test_a_step_visits_only_requests_that_gained_tokens_or_ended(make_target, make_engine, random_prompt, monkeypatch):
     """Many requests wait while two run: a step looks at those two, and not at the others."""
     engine = make_engine(make_target("llama"), max_batch_size=2)
     asked, steps, count = [], [], examples(80, 200)

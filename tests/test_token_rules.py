@@ -87,7 +87,7 @@ def test_masks_of_a_tree_by_hand():
     assert Grammars(None, 40).start(SamplingParams(), frozenset({5}), set()) is None
 
 
-def test_min_tokens_beside_a_grammar(engine_of, prompts):
+def test_min_tokens_with_a_grammar(engine_of, prompts):
     """No end before, where the grammar has another way on; where it can only end it ends."""
     asked = {"max_new_tokens": 60, "logit_bias": {EOS: 60.0}}
     for kind in (None, "tree"):

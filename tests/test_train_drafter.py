@@ -111,7 +111,7 @@ def staged(terminal: bool, updates: dict[int, float], **settings: Any) -> str:
 
 
 def test_a_stage_estimates_the_time_left_from_what_this_run_did() -> None:
-    """Lines where there is no terminal: at most one every so many seconds."""
+    """Lines where there is no terminal: at most one per interval."""
     updates = {0: 0.5, 5: 0.51, 20: 0.6, 30: 0.7, 40: 0.75, 3640: 1.0}
     assert staged(False, updates, every=15.0).splitlines() == [
         "training  60%, 0:00:20, about 0:01:20 left  loss 20",
@@ -190,7 +190,7 @@ def test_prompts_from_a_pipe_are_refused_since_a_resumed_run_reads_them_again(ch
         ('{"question": "a"}\n{"messages": [{"role": "user", "content": 5}]}\n', r":2: 'messages': .* has content=5"),
         ('{"question": "a"}\n{"question": "b", "messages": []}\n', r":2: 'messages': chat=\[\] is empty"),
         ("\n", "holds 0 prompts"),
-        ('{"question": "a"}\n', "holds 1 prompts"),
+        ('{"question": "a"}\n', "at least 2 are needed"),
         (None, r"--prompts .*p\.jsonl: no such file"),
     ],
 )
@@ -228,7 +228,7 @@ def test_a_bad_prompt_file_is_one_sentence(text, says, checkpoint, tmp_path) -> 
         (f"--device {NO_GPU}", f"device='{NO_GPU}' cannot be used"),  # it trained on the CPU
     ],
 )
-def test_what_cannot_be_trained_is_said_before_any_work(more, says, checkpoint, prompts, tmp_path) -> None:
+def test_untrainable_drafters_are_refused_before_any_work(more, says, checkpoint, prompts, tmp_path) -> None:
     with pytest.raises(SystemExit, match=says):
         run(checkpoint, prompts, tmp_path / "out", more)
     assert not (tmp_path / "out").exists()  # the corrected command may use the same folder

@@ -147,22 +147,23 @@ class Scaled:
         return self.scores * states[..., :1]
 
 
-def test_the_loss_is_the_cross_entropy_with_the_targets_law(make_target) -> None:
+def test_the_loss_is_the_cross_entropy_with_the_targets_distribution(make_target) -> None:
     target = TargetModel(make_target("llama"))
     batch = batch_of(documents([(7, 3)]), 10)
     hidden = torch.randn(1, 10, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        law = target.logits(hidden)[0, 2:6].softmax(-1)  # row j: the law of token j + 1; the answer's are 3, 4, 5, 6
+        # row j: the distribution of token j + 1; the answer's are 3, 4, 5, 6
+        expected = target.logits(hidden)[0, 2:6].softmax(-1)
     scores = torch.linspace(-1, 1, 96)
     # row i predicts i + 2 at step 0, i + 3 at step 1, whose weight is 0.8
-    first, second = (-(law * (scores * hidden[0, i : i + 4, :1]).log_softmax(-1)).sum(-1).mean() for i in (1, 0))
+    first, second = (-(expected * (scores * hidden[0, i : i + 4, :1]).log_softmax(-1)).sum(-1).mean() for i in (1, 0))
     got = draft_loss(Scaled(target, scores, None), batch, {"hidden": hidden}, 2)
     torch.testing.assert_close(got, (first + 0.8 * second) / 1.8)
-    # rows whose best token is outside the draft vocabulary do not count, and the law is that of the others alone
-    best = law.argmax(-1)
+    # rows whose best token is outside the draft vocabulary do not count, and the others' distribution counts alone
+    best = expected.argmax(-1)
     ids = torch.tensor(sorted({*range(48), int(best[0])} - {int(best[1])}))
     rows = [i for i in range(4) if int(best[i]) in ids.tolist()]
-    restricted = law[rows][:, ids]
+    restricted = expected[rows][:, ids]
     restricted = restricted / restricted.sum(-1, keepdim=True)
     few = torch.linspace(-1, 1, len(ids))
     want = -(restricted * (few * hidden[0, 1:5, :1][rows]).log_softmax(-1)).sum(-1).mean()
@@ -249,7 +250,7 @@ class Reader:
 
 @pytest.mark.parametrize("kept", [3, 1, 0])
 def test_states_are_those_of_the_rows(tmp_path: Path, kept: int):
-    """Twelve rows, three epochs of three batches, of which so many are kept: at most one forward for each batch."""
+    """Twelve rows, three epochs of three batches, some of which are kept: at most one forward for each batch."""
     documents = [(np.arange(1 + i, 13 + i, dtype=np.int32), 4) for i in range(12)]
     a_batch = ROWS * LENGTH * 2 * 2  # bytes, in bfloat16
     settings = TrainSettings(

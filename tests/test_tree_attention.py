@@ -325,7 +325,7 @@ def test_splits_folded_where_they_are_made_or_afterwards_give_the_same_bits(wind
 
 @pytest.mark.parametrize("window", [slow(None), 9])
 def test_a_path_through_two_tiles_has_the_bits_of_plain_decoding(window: int | None) -> None:
-    """The quick one: a tree beside another, whose longest path begins in the tile before the last."""
+    """The quick one: a tree next to another, whose longest path begins in the tile before the last."""
     text = Text.random(BLOCK_K + 8, HEADS, 16)
     begin = BLOCK_K - 3
     tree, path = planted(9, begin, text, begin)

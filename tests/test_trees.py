@@ -195,7 +195,7 @@ def test_a_child_is_never_better_than_its_parent():
 
 @st.composite
 def forests(draw: st.DrawFn) -> tuple[list[list[float]], list[list[int]], int, int]:
-    """Scores (few values, so many ties; not monotone; -inf and NaN among them) and parents of two requests."""
+    """Scores (few values, therefore many ties; not monotone; -inf and NaN among them) and parents of two requests."""
     topk, levels = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     beams = st.permutations(range(topk))
     parents = [candidates(topk, levels, [draw(beams) for _ in range(levels)]) for _ in range(2)]

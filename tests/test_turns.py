@@ -59,7 +59,7 @@ def within(seconds, job):
 
 
 class Timer:
-    """Raises Interrupt once, after so many seconds; 0 calls it off. fired: it has, even if a finalizer swallowed it."""
+    """Raises Interrupt once, after this many seconds; 0 cancels it. fired: it has, even if a finalizer swallowed it."""
 
     fired = False
 

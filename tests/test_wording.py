@@ -38,7 +38,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_wrong_is_said_in_plain_words(case):
+def test_errors_of_bodies_are_in_plain_words(case):
     change, said = CASES[case]
     with pytest.raises(ValidationError) as raised:
         ChatRequest.model_validate({"messages": MESSAGES} | change)

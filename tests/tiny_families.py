@@ -229,7 +229,7 @@ def multimodal_config(**overrides: Any) -> transformers.Gemma4Config:
 def spread(model: PreTrainedModel) -> PreTrainedModel:
     """Widen the weights, sinks and norms included, so that greedy output varies; remove the end token.
 
-    Embeddings stay small next to the layers' outputs: with a tied head they would predict their own token for ever.
+    Embeddings stay small next to the layers' outputs: with a tied head they would predict their own token forever.
     """
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -44,7 +44,7 @@ def sdist_faults(names: set[str], root: Path) -> list[str]:
 
 
 def wheel_faults(names: set[str], root: Path) -> list[str]:
-    """Files of the product that the wheel lacks, and others that it would put beside the package."""
+    """Files of the product that the wheel lacks, and others that it would put next to the package."""
     wanted = {
         f"{inside}/{name.partition('/')[2]}"
         for folder, inside in PRODUCT.items()

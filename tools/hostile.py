@@ -139,7 +139,7 @@ async def come_and_go(client: Client) -> str:
 
 
 def chunks(size: int, count: int) -> Act:
-    """A body in so many chunks of this size."""
+    """A body in this many chunks of this size."""
 
     async def act(client: Client) -> str:
         head = client.head(CHAT, None, "Transfer-Encoding: chunked", "Connection: close")
@@ -191,7 +191,7 @@ async def pipelined(client: Client) -> str:
 
 
 def leaves(body: bytes, sent: int | None = None, *, reset: bool = False) -> Act:
-    """Sends so many bytes of a request, and leaves; of a whole one, in the middle of its answer."""
+    """Sends this many bytes of a request, and leaves; of a whole one, in the middle of its answer."""
 
     async def act(client: Client) -> str:
         async with client.connected() as (reader, writer):

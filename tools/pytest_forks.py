@@ -6,7 +6,7 @@
     answer    {"status": 1, "output": "..."}             status null: no end in time; below 0: killed by a signal
 
 Most of a short run of these tests goes into importing torch and transformers. Here that happens once. The code of the
-tree itself is imported by every fork anew, so it may change in between. Needs `os.fork`.
+tree itself is imported in every fork, so it may change in between. Needs `os.fork`.
 """
 
 import importlib

@@ -118,7 +118,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def _weight_files(folder: Path) -> list[Path]:
     """The files that transformers would read: the whole checkpoint, or its index's files; without both, any that are no
-    adapter. So nothing that lies beside the weights is read as a part of them."""
+    adapter. So nothing that lies next to the weights is read as a part of them."""
     for name, others in (("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "pytorch_model*.bin")):
         if (folder / name).is_file():
             return [folder / name]
@@ -131,7 +131,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def tensor_files(folder: Path) -> dict[str, Path]:
     """The file of each tensor of a checkpoint, by tensor name: as its index says, and in files that the index does not
-    list, as where MTP modules were copied beside a model. Reads no tensor. Empty without safetensors. Raises
+    list, as where MTP modules were copied next to a model. Reads no tensor. Empty without safetensors. Raises
     CheckpointError."""
     index, named = folder / "model.safetensors.index.json", dict[str, Path]()
     listed = _weight_map(index) if index.is_file() else {}

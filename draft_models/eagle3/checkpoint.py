@@ -66,8 +66,8 @@ def read_head(folder: str | Path, target: TargetInfo, aux_layers: Sequence[int] 
         head.target_ids = target_ids
         if (Path(folder) / "adapter_config.json").is_file():
             logger.warning(
-                "%s has an adapter beside the head, which was trained with it on the target: without the adapter fewer "
-                "drafts are accepted; load the target with it by peft, and give that model as target",
+                "%s has an adapter next to the head, which was trained with it on the target: without the adapter "
+                "fewer drafts are accepted; load the target with it by peft, and give that model as target",
                 folder,
             )
         return head

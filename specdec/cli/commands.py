@@ -73,7 +73,7 @@ class PhaseOptions:
     rounds: int = phase_option(50, "Timed rounds of each batch size, context and draft.", min=2)
     drafts: str | None = phase_option(
         None,
-        "Drafts to time: of plain, chain, tree, chain7, tree60; for MTP modules mtp1, mtp, tree; for block drafters "
+        "Drafts to time: plain, chain, tree, chain7, tree60; for MTP modules mtp1, mtp, tree; for block drafters "
         "block, tree. Default: all but chain7 and tree60.",
     )
     suppose_acceptance: str | None = phase_option(

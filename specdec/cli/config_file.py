@@ -29,18 +29,18 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     """Make the file's entries this command's defaults. Called before other options are read."""
     with shell_errors():
         declared = inspect.signature(context.command.callback).parameters  # type: ignore[arg-type]
-        kinds = {name: _kinds(each.annotation) for name, each in declared.items()}
+        kinds = {name: _types_in(each.annotation) for name, each in declared.items()}
         _require_known_variables({*kinds, "help"})
         if path is not None:
-            context.default_map = {**(context.default_map or {}), **_entries(path, kinds)}
+            context.default_map = {**(context.default_map or {}), **_read_entries(path, kinds)}
     return path
 
 
-def _entries(path: Path, kinds: Mapping[str, set[Any]]) -> dict[str, Any]:
+def _read_entries(path: Path, kinds: Mapping[str, set[Any]]) -> dict[str, Any]:
     """Values by option, as texts that the shell could give; ranges and missing files are checked later, like the
     shell's. kinds: the types that each option may have."""
     found: dict[str, Any] = {}
-    for entry, value in _table(path).items():
+    for entry, value in _read_table(path).items():
         name = entry.replace("-", "_")
         if name not in kinds or name == "config":
             raise ConfigError(f"{str(path)!r}: {entry!r} is not an option of specdec serve; see specdec serve --help")
@@ -48,12 +48,15 @@ def _entries(path: Path, kinds: Mapping[str, set[Any]]) -> dict[str, Any]:
             raise ConfigError(f"{str(path)!r}: {entry!r} is there twice; leave one out")
         repeated = list[str] in kinds[name]
         place = f"{str(path)!r}: {entry}={shown(value)}"
-        values = [_text(place, kinds[name], each) for each in (value if repeated and type(value) is list else [value])]
+        values = [
+            _as_shell_text(place, kinds[name], each)
+            for each in (value if repeated and type(value) is list else [value])
+        ]
         found[name] = values if repeated else values[0]
     return found
 
 
-def _table(path: Path) -> Mapping[str, Any]:
+def _read_table(path: Path) -> Mapping[str, Any]:
     text = read_text_file(path, "the file of --config")
     if path.suffix not in (".toml", ".yaml", ".yml"):
         raise ConfigError(f"the file {str(path)!r} of --config has to be called .toml, .yaml or .yml")
@@ -71,19 +74,19 @@ def _table(path: Path) -> Mapping[str, Any]:
     return table
 
 
-def _text(place: str, kinds: set[Any], value: Any) -> str | bool:
+def _as_shell_text(place: str, kinds: set[Any], value: Any) -> str | bool:
     kind, expected = next((each for each in EXPECTED if each[0] in kinds), (str, "a text"))
     if type(value) is not kind and not (kind is float and type(value) is int):
         raise ConfigError(f"{place}: {expected} is expected")
     return value if isinstance(value, bool) else str(value)
 
 
-def _kinds(annotation: Any) -> set[Any]:
+def _types_in(annotation: Any) -> set[Any]:
     """The types that an annotation is made of: Annotated[list[str] | None, ...] has list, str and None."""
     parts = get_args(annotation)
     if get_origin(annotation) is Annotated:
         parts = parts[:1]
-    return {annotation}.union(*map(_kinds, parts)) if parts else {annotation}
+    return {annotation}.union(*map(_types_in, parts)) if parts else {annotation}
 
 
 def _require_known_variables(known: set[str]) -> None:

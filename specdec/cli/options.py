@@ -60,7 +60,7 @@ class PairOptions:
     )
     adaptive: bool = option(
         True,
-        "In each round the draft (or none) that is expected to be fastest; or always the same draft.",
+        "Choose each round's draft (or none) by its expected speed; or always use the same draft.",
         "--adaptive/--fixed-drafts",
     )
     finished_tokens: int = option(
@@ -98,19 +98,19 @@ class PairOptions:
             name, equals, value = word.partition("=")
             if not (equals and name.isidentifier()):
                 raise ConfigError(f"--load-option {word!r} is not NAME=VALUE, such as subfolder=text")
-            options[name] = _read(value)
+            options[name] = _read_value(value)
         if self.revision is not None:
             options["revision"] = self.revision
         if self.trust_remote_code:
             options["trust_remote_code"] = True
         if self.quantization is not None:
-            options["quantization_config"] = _read(self.quantization)
+            options["quantization_config"] = _read_value(self.quantization)
             if not isinstance(options["quantization_config"], dict):
                 raise ConfigError(f"--quantization is {shown(self.quantization)}; a JSON object is expected")
         return options
 
 
-def _read(words: str) -> Any:
+def _read_value(words: str) -> Any:
     """A value as JSON if it parses, otherwise as text."""
     try:
         return json.loads(words)

@@ -150,7 +150,7 @@ def mtp_conventions(drafter: NativeMtpDrafter, pair: ExaminedPair) -> Iterator[C
     """All choices that no tensor shows, tried together: one wrong choice can hide another."""
     for other in all_conventions(drafter)[1:]:
         stated = json.dumps(asdict(other.family))
-        do = f"write {stated} into {CONVENTIONS} beside the modules (specdec doctor --write-conventions does)"
+        do = f"write {stated} into {CONVENTIONS} next to the modules (specdec doctor --write-conventions does)"
         yield Change(difference(drafter, other), do, replace(pair, drafter=other))
 
 

@@ -94,7 +94,7 @@ def evaluate(
     if tokenizer is None:
         raise ConfigError(f"{target!r} holds no tokenizer, and the problems are text; add the tokenizer's files")
     chat = bool(getattr(tokenizer, "chat_template", None))
-    shots = _shots(task, shots, chat)
+    shots = _resolve_shots(task, shots, chat)
     if data == "auto" and data_set.graded:
         data = "bundled" if target == "tiny-gemma4" else "hub"
     source, problems = load_data(task, str(data))
@@ -251,7 +251,7 @@ def fingerprint(problems: Sequence[Problem], chosen: Sequence[int]) -> str:
     return hashlib.sha256(json.dumps([(index, asdict(problems[index])) for index in chosen]).encode()).hexdigest()
 
 
-def _shots(task: str, shots: int | None, chat: bool) -> int:
+def _resolve_shots(task: str, shots: int | None, chat: bool) -> int:
     if shots is None:
         return 0 if chat or not DATA_SETS[task].graded else len(EXEMPLARS)
     if shots and not DATA_SETS[task].graded:

@@ -41,12 +41,12 @@ Z_95 = 1.959963984540054
 def final_number(text: str) -> Decimal | None:
     """The number after the first `####` that has one."""
     found = MARKED_NUMBER.search(text)
-    return _value(*found.groups(default="")) if found else None
+    return _as_decimal(*found.groups(default="")) if found else None
 
 
 def last_number(text: str) -> Decimal | None:
     found = ANY_NUMBER.findall(text)
-    return _value(*found[-1]) if found else None
+    return _as_decimal(*found[-1]) if found else None
 
 
 SCORES: dict[str, Callable[[str], Decimal | None]] = {"strict": final_number, "last_number": last_number}
@@ -74,7 +74,7 @@ def mcnemar_p(only_first: int, only_second: int) -> float:
     return min(1.0, 2 * tail / (1 << changed))
 
 
-def _value(sign: str, digits: str) -> Decimal:
+def _as_decimal(sign: str, digits: str) -> Decimal:
     value = Decimal(digits.replace(",", ""))
     return -value if sign else value
 
@@ -103,7 +103,7 @@ def make_report(
     graded = {} if answers is None else {name: grade(records, name, answers) for name in names}
     comparison = _compare(records) if len(names) == 2 else None
     if comparison is not None and graded:
-        comparison |= {score: _split(names, *(graded[name][score] for name in names)) for score in SCORES}
+        comparison |= {score: _compare_scores(names, *(graded[name][score] for name in names)) for score in SCORES}
     # with accuracies, outputs may differ; without them, a speed-up needs equal outputs
     comparable = comparison is not None and (bool(graded) or not comparison["unequal"])
     whole = run_figures(records, comparable)
@@ -157,7 +157,7 @@ def _compare(records: Sequence[Record]) -> dict[str, Any]:
     return {"equal": len(records) - len(unequal), "unequal": unequal}
 
 
-def _split(names: Sequence[str], first: Sequence[bool], second: Sequence[bool]) -> dict[str, Any]:
+def _compare_scores(names: Sequence[str], first: Sequence[bool], second: Sequence[bool]) -> dict[str, Any]:
     """Numbers of problems that only one of the two runs solved, and the p-value of this split."""
     split = Counter(zip(first, second, strict=True))
     only_first, only_second = split[True, False], split[False, True]

@@ -101,7 +101,7 @@ class Ranks:
         """Raise DeviceLostError if a rank has failed to answer."""
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        """Wait for an event of rank 0. Raises DeviceLostError instead of waiting for ever."""
+        """Wait for an event of rank 0. Raises DeviceLostError instead of waiting forever."""
         event.synchronize()
 
 

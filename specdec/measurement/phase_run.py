@@ -90,7 +90,7 @@ def run_phases(subject: BenchSubject, plan: Plan) -> PhaseReport:
                 if name == "peers":
                     cells += _peer_cells(subject, plan, read, batch, context)
                     continue
-                cells.append(cell := _cell(subject, plan, read, name, batch, context))
+                cells.append(cell := _measure_cell(subject, plan, read, name, batch, context))
                 if name == PLAIN:
                     plain = cell
                 elif plain is not None and plain.shown and cell.shown:
@@ -136,7 +136,7 @@ def _empty_cell(
     return Cell(run=run, batch=batch, context=context, floor_bytes=floor, floor_ms=1e3 * floor.total / read)
 
 
-def _cell(subject: BenchSubject, plan: Plan, read: float, name: str, batch: int, context: int) -> Cell:
+def _measure_cell(subject: BenchSubject, plan: Plan, read: float, name: str, batch: int, context: int) -> Cell:
     """The rounds of one engine. If memory does not suffice, the cell has a note instead of figures."""
     spec = subject.drafts[name]
     nodes, depth = (1, 0) if spec is None else (spec.num_nodes, spec.num_steps)
@@ -144,7 +144,7 @@ def _cell(subject: BenchSubject, plan: Plan, read: float, name: str, batch: int,
     cell.spec, prompts, failed = spec, subject.prompts(batch, context), ""
     chosen = sorted({0, batch - 1})  # the first and the last request are checked
     try:
-        driven, ready = _driven(subject, plan, spec, prompts, context + tokens_of_rounds(plan.rounds, depth))
+        driven, ready = _time_rounds(subject, plan, spec, prompts, context + tokens_of_rounds(plan.rounds, depth))
         torch.cuda.empty_cache()
         failed = "no memory for the parity check: "
         parity = check_parity(subject.target.model, [prompts[i] for i in chosen], [driven.outputs[i] for i in chosen])
@@ -162,7 +162,7 @@ def _cell(subject: BenchSubject, plan: Plan, read: float, name: str, batch: int,
     return cell
 
 
-def _driven(
+def _time_rounds(
     subject: BenchSubject, plan: Plan, spec: SpecConfig | None, prompts: list[list[int]], max_len: int
 ) -> tuple[TimedRun, float]:
     """The rounds, and the seconds that making the engine took."""

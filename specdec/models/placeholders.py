@@ -84,7 +84,7 @@ def find_placeholders(
     def read(token: int) -> ReadTokens:
         who = f"{names.get(token, 'an id')} of {type(model).__name__}"
         with refusing(who, "its forward does not run without what that stands for"):
-            return _read(own, inner, text(token))
+            return _read_tokens(own, inner, text(token))
 
     try:
         found = read(int(ordinary))
@@ -133,7 +133,7 @@ def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
             yield from _parts(value)
 
 
-def _read(model: Any, decoder: Any, tokens: torch.Tensor) -> ReadTokens:
+def _read_tokens(model: Any, decoder: Any, tokens: torch.Tensor) -> ReadTokens:
     looked_up: list[tuple[torch.Tensor, torch.Tensor]] = []
     given: dict[str, Any] = {}
 

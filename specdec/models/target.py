@@ -227,7 +227,7 @@ class TargetModel(DescribedModel):
             paused.advance(end)
             if end < layer_ends[-1]:
                 yield
-        return self._leaving(paused.finish(), len(tokens)), collected(context, aux_layers, tokens.shape)
+        return self._unpack_states(paused.finish(), len(tokens)), collected(context, aux_layers, tokens.shape)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [..., H] -> logits [..., V] in the model's dtype, scaled and softcapped like the model's."""
@@ -270,7 +270,7 @@ class TargetModel(DescribedModel):
         narrowed = {} if narrowing is None else {"narrowing": narrowing}
         with self._mode():
             out = self.decoder(input_ids=ids, position_ids=places, use_cache=False, specdec_ctx=context, **narrowed)
-        return self._leaving(out.last_hidden_state, len(tokens))
+        return self._unpack_states(out.last_hidden_state, len(tokens))
 
     def _decoder_inputs(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Pack tokens, positions [B, N] for the decoder: [1, B * N]."""
@@ -279,7 +279,7 @@ class TargetModel(DescribedModel):
             positions = positions.clamp(max=self.max_positions - 1)
         return tokens.reshape(1, -1), positions.reshape(1, -1)
 
-    def _leaving(self, hidden: torch.Tensor | None, batch: int) -> torch.Tensor:
+    def _unpack_states(self, hidden: torch.Tensor | None, batch: int) -> torch.Tensor:
         """The decoder's result as [B, N, H]; zeros if the forward ended early (None)."""
         if hidden is None:
             hidden = torch.zeros((1, batch, self.hidden_size), dtype=self.dtype, device=self.device)

@@ -105,7 +105,7 @@ class ReferenceSampler:
         sampled = self.params.over_logits("temperature") > 0
         return torch.where(sampled, self.log_weights(logits) + noise, logits.float())
 
-    # the law
+    # the distribution
 
     def log_weights(self, logits: torch.Tensor) -> torch.Tensor:
         """log P up to a constant, [B, N, V] float32, -inf for filtered tokens; rows at temperature 0 are

@@ -76,10 +76,12 @@ class Admission:
 
 
 class TextBound:
+    """The most characters that a prompt of `max_model_len` tokens can have; no limit if the vocabulary is unknown."""
+
     def __init__(self, tokenizer: Any, max_model_len: int) -> None:
         self._max_model_len = max_model_len
         vocabulary: Mapping[str, int] = getattr(tokenizer, "get_vocab", dict)()
-        self.max_characters = max_model_len * max(map(len, vocabulary), default=0) or math.inf  # not known
+        self.max_characters = max_model_len * max(map(len, vocabulary), default=0) or math.inf
 
     def require(self, prompt: str | Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> None:
         """Raise CapacityError if a text, or messages with template arguments, have more characters than the context can

@@ -127,7 +127,7 @@ class EngineThread:
             logger.exception("the engine's thread ended")
             reason = RoundFailedError(f"the engine's thread ended: {error_summary(error)}")
         finally:
-            self._end(reason)
+            self._end_samples(reason)
 
     def _await_work(self) -> bool:
         self._wake.get()
@@ -182,7 +182,7 @@ class EngineThread:
         if news:
             tell_readers(news)
 
-    def _end(self, reason: SpecDecError) -> None:
+    def _end_samples(self, reason: SpecDecError) -> None:
         """Abort every sample. One that cannot be released fails with the reason, and all do if the thread ended by a
         failure."""
         with self._guard:

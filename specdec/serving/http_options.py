@@ -19,7 +19,7 @@ class HttpOptions:
     """Times are seconds; the help of each option says what it means."""
 
     client_requests_per_minute: int = client_option(
-        0, "Of one API key, or of one address without keys; 0: no limit.", number=Number(int, 0, 1 << 30)
+        0, "Requests per minute of one key or address; 0: no limit.", number=Number(int, 0, 1 << 30)
     )
     client_concurrency: int = client_option(
         0, "Open samples of one key or address; 0: no limit.", number=Number(int, 0, 1 << 30)
@@ -52,7 +52,9 @@ class HttpOptions:
         30.0, "Seconds for streams to finish after SIGTERM or Ctrl-C; a second signal ends at once.", number=FROM_ZERO
     )
     share_prefix_cache: bool = option(
-        False, "Between API keys too: a client can then find out what others sent.", "--share-prefix-cache"
+        False,
+        "Share cached prompts between API keys too: a client can then find out what others sent.",
+        "--share-prefix-cache",
     )
     allow_priority: bool = option(
         False, "Let requests set their priority; otherwise only 0 is allowed.", "--allow-priority"

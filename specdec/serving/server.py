@@ -107,7 +107,7 @@ def run_app(
     logger.info(describe(app.state.serve))
     deadline = threading.Timer(settings.stop_seconds + LAST_SECONDS + OVERDUE_SECONDS, _exit_now)
     deadline.daemon = True
-    with ThreadPoolExecutor(1, "specdec-http") as http, _settings_of_process(), _signals(server):
+    with ThreadPoolExecutor(1, "specdec-http") as http, _process_settings(), _stop_on_signals(server):
         served = http.submit(asyncio.run, _serve(server, bound, app, ready, deadline))
         while not served.done():
             wait({served}, 1.0)  # signals are handled in between, also those that another thread received
@@ -147,7 +147,7 @@ async def _serve(
         bound.listen(QUEUED)
         ready()
     while not (server.should_exit or serving.done()):
-        watch.look()
+        watch.check()
         if watch.died is not None:
             server.handle_exit(signal.SIGTERM, None)
         await asyncio.sleep(TICK_SECONDS)
@@ -165,7 +165,7 @@ async def _serve(
 
 
 @contextmanager
-def _signals(server: uvicorn.Server) -> Iterator[None]:
+def _stop_on_signals(server: uvicorn.Server) -> Iterator[None]:
     """Let signals stop the server: SIGHUP too, unless it is ignored (nohup)."""
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -187,7 +187,7 @@ def _signals(server: uvicorn.Server) -> Iterator[None]:
 
 
 @contextmanager
-def _settings_of_process() -> Iterator[None]:
+def _process_settings() -> Iterator[None]:
     """Raise the file limit to the maximum, let cycle collection skip all objects that exist now, and set the switch
     interval, so that the engine's thread soon gets Python's lock."""
     with suppress(ImportError, OSError, ValueError):  # Windows has no such limit

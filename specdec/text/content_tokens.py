@@ -22,7 +22,7 @@ WRITTEN_BY_MODELS = ("assistant", "model")
 
 
 class ContentTokens:
-    """Breaks and mends the control tokens of one tokenizer. template: text of its chat template."""
+    """Breaks the control tokens of one tokenizer in texts, and tokenises such texts. template: its chat template."""
 
     def __init__(self, tokenizer: Any, template: str) -> None:
         self._tokenizer = tokenizer
@@ -37,18 +37,18 @@ class ContentTokens:
         self._ids = frozenset(token_id for token_id, (text, _) in known.items() if text in special | marks)
         self._special, self._all = _pattern(special), _pattern(special | marks)
 
-    def broken(self, chat: Sequence[Mapping[str, Any]], others: Mapping[str, Any]) -> tuple[Any, Any, str]:
+    def break_tokens(self, chat: Sequence[Mapping[str, Any]], others: Mapping[str, Any]) -> tuple[Any, Any, str]:
         """(chat, others, marker) with every control token in them broken; the marker is "" if nothing was broken.
 
         others: other arguments of the template, such as tools.
         """
         texts: list[str] = []
 
-        def noted(text: str) -> str:
+        def collect(text: str) -> str:
             texts.append(text)
             return text
 
-        _mapped([chat, others], noted)
+        _map_texts([chat, others], collect)
         if not any(self._all.search(text) for text in texts):
             return chat, others, ""
         used = set().union(*texts)
@@ -57,8 +57,8 @@ class ContentTokens:
         for each in chat:
             pattern = self._special if each.get("role") in WRITTEN_BY_MODELS else self._all
             role = {"role": each["role"]} if "role" in each else {}
-            messages.append(_mapped(each, partial(_broken, pattern, marker)) | role)
-        return messages, _mapped(others, partial(_broken, self._all, marker)), marker
+            messages.append(_map_texts(each, partial(_break_matches, pattern, marker)) | role)
+        return messages, _map_texts(others, partial(_break_matches, self._all, marker)), marker
 
     def ids(self, rendered: str, marker: str) -> list[int]:
         """Token ids of a text or rendered chat whose control tokens are broken by `marker`."""
@@ -113,18 +113,19 @@ def _pattern(tokens: set[str]) -> "re.Pattern[str]":
     return re.compile("|".join(map(re.escape, words)) or r"(?!)")
 
 
-def _broken(pattern: "re.Pattern[str]", marker: str, text: str) -> str:
+def _break_matches(pattern: "re.Pattern[str]", marker: str, text: str) -> str:
+    """Put the marker after the first character of each match."""
     while pattern.search(text):  # removing one may form another
         text = pattern.sub(lambda found: found[0][0] + marker + found[0][1:], text)
     return text
 
 
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """Returns the value with `change` of each of its texts, keys too."""
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Apply `change` to each text in a value, keys too."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {_mapped(key, change): _mapped(each, change) for key, each in value.items()}
+        return {_map_texts(key, change): _map_texts(each, change) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_mapped(each, change) for each in value]
+        return [_map_texts(each, change) for each in value]
     return value

@@ -47,7 +47,7 @@ class TokenView(Sequence[int]):
         return self._tokens[place] if isinstance(place, int) else self._tokens[place.start : place.stop]
 
 
-class Kinds(NamedTuple):
+class TokenKinds(NamedTuple):
     """Properties of a tokenizer: ids that decoding skips, ids of single bytes, and whether it cleans up spaces.
 
     A run of byte tokens is decoded as a whole: another byte can turn its characters into U+FFFD.
@@ -97,18 +97,20 @@ class Detokenizer:
         self.pending = ""  # nothing is handed out here: growing text would be copied for each token
         if len(output_ids) <= getattr(stops, "min_tokens", 0):
             return False
-        if any(stop in text for stop in stops) and self._counts(output_ids, stops, skip_special_tokens=True):
+        if any(stop in text for stop in stops) and self._ends_late_enough(output_ids, stops, skip_special_tokens=True):
             return True
         # one before them too: words after a special token may begin with a space that is no text otherwise
         if self._kinds().special.isdisjoint(output_ids[max(0, len(output_ids) - reach - 1) :]):
             return False
         # more tokens than the string has characters, since some decode right only after others
         written = self._decode(output_ids[max(0, len(output_ids) - reach - 8) :], skip_special_tokens=False)
-        return any(stop in written for stop in stops) and self._counts(output_ids, stops, skip_special_tokens=False)
+        return any(stop in written for stop in stops) and self._ends_late_enough(
+            output_ids, stops, skip_special_tokens=False
+        )
 
-    def _counts(self, output_ids: Sequence[int], stops: Sequence[str], *, skip_special_tokens: bool) -> bool:
+    def _ends_late_enough(self, output_ids: Sequence[int], stops: Sequence[str], *, skip_special_tokens: bool) -> bool:
         """Does one of the stop strings, at least one of which is there, end after `min_tokens`?"""
-        since = self._since(output_ids, stops, skip_special_tokens=skip_special_tokens)
+        since = self._exempt_chars(output_ids, stops, skip_special_tokens=skip_special_tokens)
         if not since:
             return True
         whole = self._decode(output_ids[:], skip_special_tokens=skip_special_tokens)
@@ -136,7 +138,7 @@ class Detokenizer:
         if self.tokenizer is None or self._final is not None:
             return self._final or ""
         whole = self._decode(output_ids)
-        text = cut_at_stop(whole, stops, self._since(output_ids, stops))
+        text = cut_at_stop(whole, stops, self._exempt_chars(output_ids, stops))
         if stops and not self._kinds().special.isdisjoint(output_ids):
             written = self._to_written_stop(output_ids, stops)
             text = written if text == whole else min(text, written, key=len)
@@ -147,7 +149,9 @@ class Detokenizer:
         self.update(output_ids, 0)
         return sent + cut_at_stop(self.pending + self._shown[self._known_len :], stops)
 
-    def _since(self, output_ids: Sequence[int], stops: Sequence[str], *, skip_special_tokens: bool = True) -> int:
+    def _exempt_chars(
+        self, output_ids: Sequence[int], stops: Sequence[str], *, skip_special_tokens: bool = True
+    ) -> int:
         """Number of leading characters within which no stop string counts: see `StopStrings.min_tokens`."""
         least = getattr(stops, "min_tokens", 0)
         return len(self._decode(output_ids[:least], skip_special_tokens=skip_special_tokens)) if least else 0
@@ -176,7 +180,7 @@ class Detokenizer:
             self._settle(before, shown_before, tokens, reach)
         return unsettled
 
-    def _settles(self, tokens: Sequence[int], end: int, shown: str, kinds: Kinds) -> bool:
+    def _settles(self, tokens: Sequence[int], end: int, shown: str, kinds: TokenKinds) -> bool:
         """Is `shown`, the text up to token `end`, new and final, except for an unfinished last character?"""
         if len(shown) <= self._known_len or self._in_byte_run(tokens, end, kinds):
             return False
@@ -192,7 +196,7 @@ class Detokenizer:
         self._known_len = len(known)
         self._shown = known if end == self._seen else self._decode(tokens[self._prefix : self._seen])
 
-    def _in_byte_run(self, tokens: Sequence[int], end: int, kinds: Kinds) -> bool:
+    def _in_byte_run(self, tokens: Sequence[int], end: int, kinds: TokenKinds) -> bool:
         """Is the last token before `end`, skipped ones aside, a byte?"""
         for at in range(end - 1, self._read - 1, -1) if kinds.byte else ():
             if tokens[at] not in kinds.special:
@@ -202,7 +206,7 @@ class Detokenizer:
     def _to_written_stop(self, output_ids: Sequence[int], stops: Sequence[str]) -> str:
         """The text, without special tokens, up to the first stop string in the text that writes them out."""
         written = self._decode(output_ids, skip_special_tokens=False)
-        found = find_first(written, stops, self._since(output_ids, stops, skip_special_tokens=False))
+        found = find_first(written, stops, self._exempt_chars(output_ids, stops, skip_special_tokens=False))
         at = len(written) if found is None else found.begin
         head, end = written, len(output_ids)
         while len(head) > at:  # few steps: the stop string lies at the end of the output
@@ -216,7 +220,7 @@ class Detokenizer:
             return text
         return text + written[found.begin : found.end]
 
-    def _kinds(self) -> Kinds:
+    def _kinds(self) -> TokenKinds:
         return _kinds(self.tokenizer, num_tokens(self.tokenizer), self.written)
 
     def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -242,7 +246,7 @@ def _short_text(tokenizer: Any, size: int, ids: tuple[int, ...], skip_special_to
 
 
 @lru_cache(maxsize=16)
-def _kinds(tokenizer: Any, size: int, written: frozenset[int]) -> Kinds:
+def _kinds(tokenizer: Any, size: int, written: frozenset[int]) -> TokenKinds:
     """Reads the kinds of tokens from any object that decodes; kinds that it does not list are empty. `size`: part of
     the cache key, since tokens may be added later. written: special tokens that count as text."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -256,7 +260,7 @@ def _kinds(tokenizer: Any, size: int, written: frozenset[int]) -> Kinds:
     if type(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)).__name__ == "BPE":
         told_twice = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
         cleans_up = cleans_up and getattr(tokenizer, told_twice, False)
-    return Kinds(frozenset(special) - written, frozenset(byte), bool(cleans_up))
+    return TokenKinds(frozenset(special) - written, frozenset(byte), bool(cleans_up))
 
 
 class DraftColours:

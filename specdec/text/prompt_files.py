@@ -58,10 +58,10 @@ def json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise ConfigError(f"data={str(path)!r} is {form}; convert it to a JSONL file, which is plain text")
         for number, line in enumerate(file, start=1):
             if line := line.strip():
-                yield number, _object(line, f"{path}:{number}")
+                yield number, _parse_object(line, f"{path}:{number}")
 
 
-def _object(line: bytes, where: str) -> dict[str, Any]:
+def _parse_object(line: bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line.decode("utf-8-sig"))  # without the mark that may begin a file
     except UnicodeDecodeError as error:
@@ -86,10 +86,10 @@ def parse_problem(record: dict[str, Any], where: str) -> Problem:
     if not isinstance(turns, list) or not turns:
         raise ConfigError(f"{where}: 'turns' is {_shown(turns)}; a list of texts, one for each turn, is expected")
     texts = tuple(_text(turn, key if key != "turns" else f"turns[{i}]", where) for i, turn in enumerate(turns))
-    return Problem(texts, _optional(record, "answer", where), _optional(record, "category", where))
+    return Problem(texts, _optional_text(record, "answer", where), _optional_text(record, "category", where))
 
 
-def _optional(record: dict[str, Any], key: str, where: str) -> str | None:
+def _optional_text(record: dict[str, Any], key: str, where: str) -> str | None:
     return None if record.get(key) is None else _text(record[key], key, where)
 
 

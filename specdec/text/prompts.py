@@ -98,7 +98,7 @@ def chat_or_text_ids(
 def _escaped_text_ids(tokenizer: Any, text: str) -> list[int]:
     """`text_ids` with control tokens in the text as plain text."""
     found = content_tokens(tokenizer, "", len(tokenizer))
-    [message], _, marker = found.broken([{"content": text}], {})
+    [message], _, marker = found.break_tokens([{"content": text}], {})
     if not marker:
         return text_ids(tokenizer, text)
     whole, plain = (tokenizer(message["content"], add_special_tokens=added)["input_ids"] for added in (True, False))
@@ -148,7 +148,7 @@ def chat_ids(
             # chat_template may be the name of one of the tokenizer's
             template = template_text(chat_template) + template_text(getattr(tokenizer, "chat_template", None))
             found = content_tokens(tokenizer, template, len(tokenizer))
-            broken, told, marker = found.broken(chat, options)
+            broken, told, marker = found.break_tokens(chat, options)
             if marker:
                 return found.ids(_templated(tokenizer, broken, tokenize=False, **told, **own), marker)
         return [int(token) for token in _templated(tokenizer, chat, tokenize=True, **options, **own)]
@@ -259,14 +259,14 @@ def as_messages(messages: Any) -> list[dict[str, Any]]:
     if not chat:
         raise ConfigError(f"chat=[] is empty; {A_LIST}")
     for index, message in enumerate(chat):
-        if fault := _fault(message):
+        if fault := _message_fault(message):
             raise ConfigError(f"message {index} of the chat {fault}")
         if isinstance(message.get("content"), str):
             require_text(f"message {index} of the chat", message["content"])
     return [dict(message) for message in chat]
 
 
-def _fault(message: Any) -> str:
+def _message_fault(message: Any) -> str:
     """Says what is wrong with a message; empty for one with a role and a text, or an allowed substitute."""
     if not isinstance(message, Mapping):
         return f"is {shown(message)}; {A_LIST}"

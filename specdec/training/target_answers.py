@@ -90,7 +90,9 @@ def read_prompt_file(path: Path) -> list[Chat]:
         raise ConfigError(f"--prompts {path}: {what}")
     prompts = [_chat_of(record, f"{path}:{number}") for number, record in json_lines(path)]
     if len(prompts) < 2:
-        raise ConfigError(f"{path} holds {len(prompts)} prompts; one is kept aside for the report, so 2 are the least")
+        raise ConfigError(
+            f"{path} holds {len(prompts)} prompts; at least 2 are needed, since one is kept for the report"
+        )
     return prompts
 
 

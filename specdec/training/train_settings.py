@@ -35,7 +35,7 @@ class TrainSettings:
     """Times are in minutes; widths and counts concern the drafter. None: a default derived from the target."""
 
     target: str = option(help="Hub id, folder or bundled name.")
-    prompts: list[Path] = option(help="JSONL with 'question', 'prompt', 'turns' or 'messages'; again for each file.")
+    prompts: list[Path] = option(help="JSONL with 'question', 'prompt', 'turns' or 'messages'; may be repeated.")
     out: Path = option(help="The drafter's folder, new, empty or of an earlier run.", file_okay=False)
     overwrite: bool = option(False, "Replace the model or the run that the folder holds.")
     kind: DrafterKind = option("eagle3", "An EAGLE-3 head, an MTP module, a frozen-KV assistant, or a block drafter.")
@@ -54,7 +54,7 @@ class TrainSettings:
     cache_gb: float = option(8.0, "Memory for the target's states.", number=FROM_ZERO)
     log_every: float = option(15.0, "Seconds between progress lines without a terminal.", number=FROM_ZERO)
     seed: int = option(1, "Orders prompts, draws new weights and sampled answers.", number=Number(int, 0, 1 << 62))
-    dtype: Dtype = option("bfloat16", "Of the target; the drafter is trained in bfloat16.")
+    dtype: Dtype = option("bfloat16", "The target's dtype; the drafter is trained in bfloat16.")
     device: str | None = option(None, "cpu, cuda, ...; default: the GPU, else the CPU.")
     draft_vocab: int = shape_option(8192, "EAGLE-3: most frequent tokens that it can draft.", number=FROM_ONE)
     hidden: int | None = shape_option(

@@ -2,7 +2,7 @@
 
     python tools/clients/run.py --python PATH [--python use_llm=PATH] [--node-modules FOLDER] [--server OPTION]
 
-Clients are installed by whoever runs this, in whatever environments they can share; --python names an interpreter for
+Install the clients yourself, in any environments that they can share; --python names an interpreter for
 all scripts, or for one. Scripts whose client is missing are reported as such.
 """
 

@@ -75,7 +75,7 @@ def shape_subject(name: str, options: BenchOptions) -> BenchSubject:
         layers=options.layers,
         divisor=options.shrink,
         config=engine_config(options, batch_size=1),
-        assumed=numbers("suppose_acceptance", options.suppose_acceptance or "2,3"),
+        assumed=parse_numbers("suppose_acceptance", options.suppose_acceptance or "2,3"),
         seed=options.seed,
     )
 
@@ -99,7 +99,7 @@ def pair_subject(options: BenchOptions) -> BenchSubject:
         drafter=None if engine.drafter is None else model_of(engine.drafter),  # drafts are fixed, so the model's
         drafts=choose_drafts(shapes, options.drafts),
         prompts=partial(joined_prompts, ids),
-        assumed=() if supposed is None else numbers("suppose_acceptance", supposed),
+        assumed=() if supposed is None else parse_numbers("suppose_acceptance", supposed),
         tensor_parallel=options.tensor_parallel,
     )
 
@@ -135,7 +135,7 @@ def parse_integers(name: str, words: str) -> list[int]:
     return sorted(set(found))
 
 
-def numbers(name: str, words: str) -> list[float]:
+def parse_numbers(name: str, words: str) -> list[float]:
     """Parse "2,3.5": numbers from 1 on, ascending, without repeats."""
     try:
         found = [float(word) for word in words.split(",")]

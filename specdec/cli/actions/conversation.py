@@ -86,7 +86,7 @@ class Conversation:
         self._before = [] if system is None else [{"role": "system", "content": system}]
         self.turns: list[Turn] = []
         self._num_turns = 0
-        self._ids("Hello")
+        self._prompt_ids("Hello")
 
     def reset(self) -> None:
         self.turns, self._num_turns = [], 0
@@ -98,7 +98,7 @@ class Conversation:
         """
         most, dropped = self._engine.max_model_len, []
         room = min(max_new_tokens, most // 2)
-        while len(ids := self._ids(text)) + room > most and self.turns:
+        while len(ids := self._prompt_ids(text)) + room > most and self.turns:
             dropped.append(self.turns.pop(0))
         if len(ids) >= most:
             raise CapacityError(
@@ -110,7 +110,7 @@ class Conversation:
         self._num_turns += 1
         self.turns.append(Turn(self._num_turns, text, answer))
 
-    def _ids(self, text: str) -> list[int]:
+    def _prompt_ids(self, text: str) -> list[int]:
         messages: list[dict[str, Any]] = list(self._before)
         for turn in self.turns:
             messages += [{"role": "user", "content": turn.asked}, {"role": "assistant", "content": turn.answer}]
@@ -194,7 +194,7 @@ class Session:
         began = time.perf_counter()
         output = self._answer(ids, replace(self.params, max_new_tokens=room))
         self.conversation.add(text, output.text)
-        self.notes.print(self._figures(output, time.perf_counter() - began))
+        self.notes.print(self._summary(output, time.perf_counter() - began))
 
     def _answer(self, ids: list[int], params: SamplingParams) -> GenerationOutput:
         """Generate an answer and print it. At a terminal, Ctrl-C ends the answer, and more of them change nothing."""
@@ -214,7 +214,7 @@ class Session:
     def _print(self, pieces: list[tuple[str, bool]]) -> None:
         self.out.print(in_colour(pieces), end="")
 
-    def _figures(self, output: GenerationOutput, seconds: float) -> Text:
+    def _summary(self, output: GenerationOutput, seconds: float) -> Text:
         count, stats = len(output.token_ids), output.stats
         line = Text(
             f"{count} tokens, {count / seconds:.1f} tokens/s, the first after {stats.first_token_seconds:.2f} s"

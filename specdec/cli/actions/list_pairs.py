@@ -9,6 +9,13 @@ from specdec.cli.output_files import write_report
 from specdec.measurement.recipes import CONTEXT, HEADS, REQUESTS, TOKENS, Recipe, StepTime, find_recipe, recipes, row
 from specdec.models.published import BUNDLED_DIR, BUNDLED_NAMES, PAIRS_BY_TITLE, pair_table, text_table
 
+KEY_OF_TABLE = (
+    f"K/V: {REQUESTS} requests of {TOKENS:,} tokens, by cache group. 24 GB, ...: how many of these requests fit; "
+    "-: the weights leave no room.\n"
+    f"H100, H200: milliseconds of a plain step of one request of {CONTEXT:,} tokens: at least, expected "
+    "(~: assumed from a similar pair; ?: unknown)."
+)
+
 
 def list_pairs(options: ListOptions) -> None:
     pairs = {
@@ -32,7 +39,8 @@ def show_recipe(options: RecipeOptions) -> None:
         write_report(asdict(found), "\n".join(recipe_lines(found)), options.json_file)
     else:
         table = recipes().values()
-        write_report([*map(asdict, table)], text_table([HEADS, *map(row, table)]), options.json_file)
+        text = f"{text_table([HEADS, *map(row, table)])}\n\n{KEY_OF_TABLE}"
+        write_report([*map(asdict, table)], text, options.json_file)
 
 
 def recipe_lines(found: Recipe) -> Iterator[str]:

@@ -102,7 +102,7 @@ def judge(target: TargetModel, drafter: NativeMtpDrafter, texts: Sequence[tuple[
         logger.warning(
             "the MTP modules agree better with the target under other conventions (%s): a draft is accepted with a "
             "probability of %.2f in place of %.2f, over %d tokens that this engine committed; `specdec doctor "
-            "--write-conventions` measures it on prompts of yours, and writes %s beside the modules, here %s",
+            "--write-conventions` measures it on prompts of yours, and writes %s next to the modules, here %s",
             difference(drafter, best),
             float(most.mean()),
             float(own.mean()),

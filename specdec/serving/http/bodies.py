@@ -84,13 +84,13 @@ def parse(raw: bytes, model: type[Model], max_values: int, unknown_fields: str =
     An error may live until Python collects cycles, and it keeps the frames that it passed through. So none of these
     frames holds the body's values, which may take many megabytes."""
     require_few_values(raw, max_values)
-    found = _parsed(raw, model, unknown_fields)
+    found = _parse_or_refuse(raw, model, unknown_fields)
     if isinstance(found, ApiError):
         raise found
     return found
 
 
-def _parsed(raw: bytes, model: type[Model], unknown_fields: str) -> Model | ApiError:
+def _parse_or_refuse(raw: bytes, model: type[Model], unknown_fields: str) -> Model | ApiError:
     try:
         value = from_json(raw.removeprefix(codecs.BOM_UTF8))  # some editors begin a file with it
     except ValueError as error:  # also for 200 levels, numbers of thousands of digits and half a surrogate pair

@@ -85,7 +85,7 @@ def event(data: dict[str, Any]) -> bytes:
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Returns the result of `work`. If the client disconnects first, cancels it and raises ClientGoneError."""
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_wait_until_gone(receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -133,6 +133,6 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

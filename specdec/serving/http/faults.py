@@ -61,6 +61,8 @@ ANSWERS: dict[type[Exception], tuple[int, str | None]] = {
 
 
 class ApiError(Exception):
+    """A refusal or failure as its HTTP answer: status, body in OpenAI's shape, and headers."""
+
     def __init__(
         self,
         status: int,
@@ -181,15 +183,15 @@ class Error(Answer):
 
 
 REFUSED = {
-    400: "What is asked for is wrong, or not possible; `param` says which field.",
-    401: "No API key, or a wrong one.",
-    404: "There is no such model, or no such response.",
-    408: "The body did not come in time.",
+    400: "The request is invalid or cannot be served; `param` names the field.",
+    401: "The API key is missing or wrong.",
+    404: "Unknown model or response.",
+    408: "The body did not arrive in time.",
     413: "The body is too large.",
-    415: "The body is not said to be JSON, or is compressed.",
-    429: "Too many requests wait, or this client asks too much; Retry-After says when to ask again.",
-    500: "This request failed within the server; its log says why.",
-    503: "The server is stopping, or takes no request now.",
+    415: "The Content-Type is not JSON, or the body is compressed.",
+    429: "The queue is full, or this client exceeds its limits; Retry-After says when to retry.",
+    500: "The server failed to answer this request; its log says why.",
+    503: "The server is stopping, or accepts no requests now.",
 }
 
 

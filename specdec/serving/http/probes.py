@@ -78,7 +78,7 @@ class EngineWatch:
         self._next = 0.0
         self._probe: asyncio.Task[Any] | None = None
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Called ten times a second; does not wait."""
         self.died = self.died or self._engine.died
         hung = why_not_alive(self._engine, self._liveness_seconds)

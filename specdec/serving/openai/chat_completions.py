@@ -17,7 +17,7 @@ from specdec.serving.openai.chat_message import MessageBuilder, whole_message
 from specdec.serving.openai.chat_template import chat_prompt
 from specdec.serving.openai.logprob_shapes import chat_logprobs
 from specdec.serving.openai.protocol import ChatRequest
-from specdec.serving.openai.sampling_fields import require_logprobs, sampling_params, shortened
+from specdec.serving.openai.sampling_fields import require_logprobs, sampling_params, truncate_prompt
 from specdec.serving.openai.text_answer import TextAnswer, whole_delta
 from specdec.serving.state import ServeState, StateDep
 from specdec.serving.tools.answer_parser import AnswerParser, AnswerReader, reasoning_format
@@ -52,10 +52,10 @@ class ChatTextAnswer(TextAnswer):
         body, engine = self.body, self.engine
         engine.require_places(max(1, self.n))
         prompt = await chat_prompt(body, self.state, self.choice.tools)
-        params = await engine.off_loop(partial(self._params, len(prompt)))
+        params = await engine.off_loop(partial(self._make_params, len(prompt)))
         if body.truncate_prompt_tokens is not None:
-            prompt = shortened(body, engine, prompt, params.max_new_tokens)
-            params = await engine.off_loop(partial(self._params, len(prompt)))
+            prompt = truncate_prompt(body, engine, prompt, params.max_new_tokens)
+            params = await engine.off_loop(partial(self._make_params, len(prompt)))
         self.prompts = [prompt]
         return params
 
@@ -79,7 +79,7 @@ class ChatTextAnswer(TextAnswer):
             scored=self.scored and bool(body.logprobs),
         )
 
-    def _params(self, prompt_len: int) -> SamplingParams:
+    def _make_params(self, prompt_len: int) -> SamplingParams:
         body = self.body
         asked = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         if body.max_completion_tokens not in (None, asked):
@@ -94,11 +94,11 @@ class ChatTextAnswer(TextAnswer):
         top = require_logprobs(body.top_logprobs or 0, "top_logprobs") if body.logprobs else None
         return sampling_params(body, self.state, max_new_tokens, top, self.choice.grammar)
 
-    def _whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
-        return super()._whole(outputs) | self._prompt_ids(0) | self._prompt_scores(outputs[0])
+    def _whole_answer(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
+        return super()._whole_answer(outputs) | self._prompt_ids(0) | self._prompt_scores(outputs[0])
 
-    def _figures(self, samples: Sequence[int], *, usage: bool) -> dict[str, Any]:
-        found = super()._figures(samples, usage=usage)
+    def _usage_and_drafts(self, samples: Sequence[int], *, usage: bool) -> dict[str, Any]:
+        found = super()._usage_and_drafts(samples, usage=usage)
         if usage:
             thoughts = sum(self.readers[index].thought_tokens for index in samples)
             found["usage"]["completion_tokens_details"] = {"reasoning_tokens": thoughts}
@@ -111,20 +111,20 @@ class ChatTextAnswer(TextAnswer):
         if "tool_calls" in message:
             message["content"] = message["content"] or None
         choice = {"index": index, "message": message, "finish_reason": reader.finish_reason(output)}
-        return choice | self._details(index, delta)
+        return choice | self._extra_fields(index, delta)
 
     async def _opening(self, index: int) -> dict[str, Any]:
         return {"choices": [_chunk(index, {"role": "assistant", "content": ""})]} | self._prompt_ids(index)
 
-    def _grown(self, index: int, delta: StreamDelta, *, first: bool) -> list[dict[str, Any]]:
+    def _delta_choices(self, index: int, delta: StreamDelta, *, first: bool) -> list[dict[str, Any]]:
         """The first has the details next to the text."""
         deltas = self._builders[index].deltas(self.readers[index].read(delta))
-        details = self._details(index, delta)
+        details = self._extra_fields(index, delta)
         if not deltas and (details.get("drafted") or delta.logprobs or details.get("token_ids")):
             deltas.append({"content": ""})
         return [_chunk(index, fields) | (details if at == 0 else {}) for at, fields in enumerate(deltas)]
 
-    def _ended(self, index: int, delta: StreamDelta) -> list[dict[str, Any]]:
+    def _end_choices(self, index: int, delta: StreamDelta) -> list[dict[str, Any]]:
         assert delta.output is not None
         return [_chunk(index, {}, self.readers[index].finish_reason(delta.output))]
 

@@ -36,12 +36,12 @@ async def chat_prompt(body: ChatRequest, state: ServeState, tools: Sequence[Tool
             raise refused("chat_template_kwargs", f"chat_template_kwargs holds {name}: {reason}; leave it out")
     template = template_text(getattr(state.tokenizer, "chat_template", None))
     told = {"tools": [_plain_tool(tool, template) for tool in tools]} if tools else {}
-    plain = (_plain(f"messages[{index}]", message, template) for index, message in enumerate(body.messages))
+    plain = (_plain_message(f"messages[{index}]", message, template) for index, message in enumerate(body.messages))
     messages = await state.engine.off_loop(lambda: list(plain))
     return await state.engine.chat_prompt(
         messages,
         special_tokens_in_content=state.settings.special_tokens_in_content,
-        **_options(body, template) | options | told,
+        **_template_options(body, template) | options | told,
     )
 
 
@@ -52,7 +52,7 @@ def thought_field(template: str) -> str:
     return next(fields, THOUGHTS[0])
 
 
-def _options(body: ChatRequest, text: str) -> dict[str, Any]:
+def _template_options(body: ChatRequest, text: str) -> dict[str, Any]:
     """Template options from a chat's fields. text: the template. It gets efforts and verbosity only if it reads
     them."""
     options: dict[str, Any] = {}
@@ -74,7 +74,7 @@ def _options(body: ChatRequest, text: str) -> dict[str, Any]:
     return options
 
 
-def _plain(place: str, message: Message, template: str) -> dict[str, Any]:
+def _plain_message(place: str, message: Message, template: str) -> dict[str, Any]:
     """Convert a message for the template: text parts are joined by line ends, call arguments become objects, absent
     fields are left out. Raises ApiError for parts that are no text, with their place."""
     plain = message.model_dump(exclude_none=True)

@@ -17,7 +17,7 @@ from specdec.serving.http.faults import refused
 from specdec.serving.openai import answer_models as answers
 from specdec.serving.openai.logprob_shapes import Scores, completion_logprobs, echoed_logprobs
 from specdec.serving.openai.protocol import CompletionRequest
-from specdec.serving.openai.sampling_fields import sampling_params, shortened
+from specdec.serving.openai.sampling_fields import sampling_params, truncate_prompt
 from specdec.serving.openai.text_answer import TextAnswer, whole_delta
 from specdec.serving.state import ServeState, StateDep
 from specdec.serving.tools.answer_events import Text
@@ -53,7 +53,7 @@ class CompletionTextAnswer(TextAnswer):
 
     async def read_request(self) -> SamplingParams:
         body = self.body
-        params = await self.engine.off_loop(self._params)
+        params = await self.engine.off_loop(self._make_params)
         self.engine.require_places(max(1, len(body.prompt)) * params.n)
         await self._read_prompts(params)
         if body.max_tokens is None:  # the default never exceeds the room left
@@ -65,7 +65,7 @@ class CompletionTextAnswer(TextAnswer):
         scored, stops = self.body.logprobs is not None, self.params.stop_strings
         return AnswerReader(self.tokenizer, stops=stops, show_drafts=self.body.show_drafts, scored=scored)
 
-    def _params(self) -> SamplingParams:
+    def _make_params(self) -> SamplingParams:
         body = self.body
         if body.best_of not in (None, self.n):
             message = f"best_of={body.best_of}: all n={self.n} samples are returned; leave it out"
@@ -81,12 +81,12 @@ class CompletionTextAnswer(TextAnswer):
             raise refused("prompt", "prompt=[]: at least one prompt is expected")
         for prompt in self.body.prompt:
             ids = await self.engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
-            whole, ids = len(ids), shortened(self.body, self.engine, ids, params.max_new_tokens)
+            whole, ids = len(ids), truncate_prompt(self.body, self.engine, ids, params.max_new_tokens)
             self.prompts.append(ids)
             self._texts.append(prompt if isinstance(prompt, str) and len(ids) == whole else None)
 
     def _choice(self, index: int, output: GenerationOutput) -> dict[str, Any]:
-        [choice] = self._grown(index, whole_delta(output), first=True)
+        [choice] = self._delta_choices(index, whole_delta(output), first=True)
         choice["text"] = self.echoes[index // self.n] + choice["text"]
         if self.body.echo and output.logprobs is not None:
             echoed = self._echoed(index, output.prompt_logprobs or ())
@@ -105,11 +105,11 @@ class CompletionTextAnswer(TextAnswer):
             echo["logprobs"] = self._echoed(index, self.streams.handles[index].prompt_logprobs or ())
         return echo
 
-    def _grown(self, index: int, delta: StreamDelta, *, first: bool) -> list[dict[str, Any]]:
+    def _delta_choices(self, index: int, delta: StreamDelta, *, first: bool) -> list[dict[str, Any]]:
         reader = self.readers[index]
         text = "".join(event.text for event, _ in reader.read(delta) if isinstance(event, Text))
         reason = None if delta.output is None else reader.finish_reason(delta.output)
-        details = self._details(index, delta) | (self._prompt_ids(index) if first else {})
+        details = self._extra_fields(index, delta) | (self._prompt_ids(index) if first else {})
         if not (text or details.get("drafted") or delta.logprobs or reason or self.body.return_token_ids):
             return []
         return [_text(index, text, reason) | details]

@@ -22,12 +22,12 @@ router = APIRouter(route_class=BodyRoute)
 
 @router.get("/v1/models", response_model=ModelList)
 async def list_models(state: StateDep) -> JsonResponse:
-    return JsonResponse({"object": "list", "data": [_card(state, name) for name in state.settings.model_names]})
+    return JsonResponse({"object": "list", "data": [_model_card(state, name) for name in state.settings.model_names]})
 
 
 @router.get("/v1/models/{name:path}", response_model=ModelCard, responses=refusals(404))
 async def one_model(name: str, state: StateDep) -> JsonResponse:
-    return JsonResponse(_card(state, state.model_name(name)))
+    return JsonResponse(_model_card(state, state.model_name(name)))
 
 
 @router.get("/version", response_model=Version)
@@ -35,7 +35,7 @@ async def read_version() -> JsonResponse:
     return JsonResponse({"version": __version__})
 
 
-def _card(state: ServeState, name: str) -> dict[str, Any]:
+def _model_card(state: ServeState, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",

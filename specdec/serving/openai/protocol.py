@@ -43,7 +43,7 @@ MAX_BIASES = 4096
 NULLS: dict[str, Any] = {"additionalProperties": {"type": "null"}}
 
 
-def _only(allowed: bool) -> BeforeValidator:
+def _only_bool(allowed: bool) -> BeforeValidator:
     """Accept only this bool. Even strict pydantic accepts 0 for `Literal[False]`; JSON Schema does not."""
 
     def check(value: Any) -> Any:
@@ -54,7 +54,7 @@ def _only(allowed: bool) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _one(value: float) -> float:
+def _require_one(value: float) -> float:
     if value != 1:
         raise ValueError("1 is expected: other values belong to beam search, which this server does not have")
     return value
@@ -71,8 +71,8 @@ def at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-OnlyFalse = Annotated[Literal[False], _only(False)]
-OnlyTrue = Annotated[Literal[True], _only(True)]
+OnlyFalse = Annotated[Literal[False], _only_bool(False)]
+OnlyTrue = Annotated[Literal[True], _only_bool(True)]
 
 
 def _tool_name(name: str) -> str:
@@ -223,7 +223,7 @@ class SamplingFields(RequestFields):
     request_id: str | None = None  # whatever it says, nothing changes
     # vLLM's fields with one accepted value; other values would need features that this server lacks
     use_beam_search: OnlyFalse | None = None
-    length_penalty: Annotated[float, AfterValidator(_one)] | None = None
+    length_penalty: Annotated[float, AfterValidator(_require_one)] | None = None
     early_stopping: OnlyFalse | None = None
     skip_special_tokens: OnlyTrue | None = None
     spaces_between_special_tokens: OnlyTrue | None = None

@@ -67,7 +67,7 @@ def sampling_params(
     return SamplingParams(max_new_tokens=max_new_tokens, speculation=_speculation(body, state.engine.spec), **given)
 
 
-def shortened(body: SamplingFields, engine: AsyncEngine, ids: list[int], max_new_tokens: int) -> list[int]:
+def truncate_prompt(body: SamplingFields, engine: AsyncEngine, ids: list[int], max_new_tokens: int) -> list[int]:
     """The last `truncate_prompt_tokens` tokens of a prompt; -1: as many as leave room for the output."""
     most, longest = body.truncate_prompt_tokens, engine.max_model_len
     if most is None:
@@ -84,7 +84,7 @@ def require_logprobs(count: int, param: str = "logprobs") -> int:
     return count
 
 
-def naming_field(
+def with_client_names(
     error: ConfigError | CapacityError, body: SamplingFields, renamed: Mapping[str, str]
 ) -> ConfigError | CapacityError | ApiError:
     """Returns the error with the client's names of a grammar's field, of the prompt's field, and of the field that

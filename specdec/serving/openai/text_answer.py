@@ -28,7 +28,7 @@ from specdec.serving.http.events import EventStream, JsonResponse, off_loop
 from specdec.serving.openai.answer_models import SpeculationFigures
 from specdec.serving.openai.logprob_shapes import vllm_prompt_logprobs
 from specdec.serving.openai.protocol import SamplingFields, StreamOptions
-from specdec.serving.openai.sampling_fields import naming_field
+from specdec.serving.openai.sampling_fields import with_client_names
 from specdec.serving.state import ServeState
 from specdec.serving.tools.answer_parser import AnswerReader
 
@@ -67,9 +67,9 @@ class TextAnswer(ABC):
                 return self.events(self.streams, self._events())
             async with self.streams:
                 outputs = await self.streams.outputs()
-                return await asyncio.to_thread(lambda: JsonResponse(self._whole(outputs)))
+                return await asyncio.to_thread(lambda: JsonResponse(self._whole_answer(outputs)))
         except (ConfigError, CapacityError) as error:
-            raise naming_field(error, self.body, self.renamed) from error
+            raise with_client_names(error, self.body, self.renamed) from error
 
     @cached_property
     def readers(self) -> list[AnswerReader]:
@@ -93,10 +93,10 @@ class TextAnswer(ABC):
         """The chunk that precedes a choice's first delta, without the head."""
 
     @abstractmethod
-    def _grown(self, index: int, delta: StreamDelta, *, first: bool) -> list[dict[str, Any]]:
+    def _delta_choices(self, index: int, delta: StreamDelta, *, first: bool) -> list[dict[str, Any]]:
         """The choices of one delta's chunks. first: is it the first delta of this choice?"""
 
-    def _ended(self, index: int, delta: StreamDelta) -> list[dict[str, Any]]:
+    def _end_choices(self, index: int, delta: StreamDelta) -> list[dict[str, Any]]:
         """The choices of further chunks, after those of the last delta: they may raise."""
         return []
 
@@ -104,7 +104,7 @@ class TextAnswer(ABC):
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Log-probabilities of a choice's next tokens, which its reader has just read."""
 
-    def _details(self, index: int, delta: StreamDelta) -> dict[str, Any]:
+    def _extra_fields(self, index: int, delta: StreamDelta) -> dict[str, Any]:
         """The requested fields of a choice (or its chunk) besides the text."""
         scores = delta.logprobs
         details: dict[str, Any] = {"logprobs": None if scores is None else self._logprobs(index, scores)}
@@ -122,7 +122,7 @@ class TextAnswer(ABC):
             return {}
         return {"prompt_logprobs": vllm_prompt_logprobs(self.tokenizer, output.prompt_logprobs or (), count)}
 
-    def _whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
+    def _whole_answer(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
         return self.head | {"choices": choices} | self._totals()
 
@@ -130,16 +130,16 @@ class TextAnswer(ABC):
         usage, going_on = self.body.stream_options or StreamOptions(), len(self.readers)
         head = self.head | {"object": self.chunk_kind} | ({"usage": None} if usage.include_usage else {})
         totals_follow = usage.include_usage or self.body.show_drafts
-        so_far = partial(self._figures, usage=bool(usage.include_usage and usage.continuous_usage_stats))
+        so_far = partial(self._usage_and_drafts, usage=bool(usage.include_usage and usage.continuous_usage_stats))
         unopened = set(range(len(self.readers)))
         async for index, delta in self.streams:
             first = index in unopened
             unopened.discard(index)
             if first and (opening := await self._opening(index)) is not None:
                 yield head | opening | so_far([index])
-            makers = [partial(self._grown, index, delta, first=first)]
+            makers = [partial(self._delta_choices, index, delta, first=first)]
             if delta.output is not None:
-                makers.append(partial(self._ended, index, delta))
+                makers.append(partial(self._end_choices, index, delta))
             for make_choices in makers:
                 for choice in await off_loop(len(delta.token_ids), make_choices):
                     going_on -= choice["finish_reason"] is not None
@@ -149,9 +149,9 @@ class TextAnswer(ABC):
             yield head | {"choices": []} | self._totals()
 
     def _totals(self) -> dict[str, Any]:
-        return self._figures(range(len(self.streams.handles)), usage=True) | self._draft_counts()
+        return self._usage_and_drafts(range(len(self.streams.handles)), usage=True) | self._draft_counts()
 
-    def _figures(self, samples: Sequence[int], *, usage: bool) -> dict[str, Any]:
+    def _usage_and_drafts(self, samples: Sequence[int], *, usage: bool) -> dict[str, Any]:
         """Usage of these samples, and the effect of speculation if requested."""
         if not (usage or self.body.show_drafts):
             return {}

@@ -29,33 +29,33 @@ class ResponseBuilder:
         self._sequence = 0
 
     def begin(self) -> list[ResponseEvent]:
-        return [self._whole("response.created"), self._whole("response.in_progress")]
+        return [self._response_event("response.created"), self._response_event("response.in_progress")]
 
     def add(self, event: answer_events.Event, logprobs: list[Any]) -> list[ResponseEvent]:
         """The response events for one event of the answer. logprobs: log-probabilities of the event's tokens."""
         match event:
             case Text():
                 scores = {"logprobs": logprobs} if event.kind == "content" else {}
-                return self._text(ITEMS[event.kind], event, **scores)
+                return self._add_text(ITEMS[event.kind], event, **scores)
             case CallBegin():
-                return self._begin("function_call", call_id=event.id, name=event.name, arguments="")
+                return self._begin_item("function_call", call_id=event.id, name=event.name, arguments="")
             case CallArguments():
                 self._open["arguments"] += event.text
                 return [self._item_event("function_call_arguments.delta", delta=event.text)]
             case CallEnd():
-                return self._close("completed" if event.whole else "incomplete")
+                return self._close_item("completed" if event.whole else "incomplete")
 
     def end(self, status: str, usage: dict[str, Any] | None, **details: Any) -> list[ResponseEvent]:
         """End the response. status: completed, incomplete or failed."""
         events = []
         if not self.output and status != "failed":  # an empty answer is an empty message
-            events += self._begin("message")
-        events += self._close("completed" if status == "completed" else "incomplete")
+            events += self._begin_item("message")
+        events += self._close_item("completed" if status == "completed" else "incomplete")
         self.response |= {"status": status, "usage": usage, **details}
-        return [*events, self._whole(f"response.{status}")]
+        return [*events, self._response_event(f"response.{status}")]
 
-    def _text(self, kind: str, added: Text, **details: list[Any]) -> list[ResponseEvent]:
-        events = self._begin(kind) if added.begins else []
+    def _add_text(self, kind: str, added: Text, **details: list[Any]) -> list[ResponseEvent]:
+        events = self._begin_item(kind) if added.begins else []
         [part] = self._open["content"]
         part["text"] += added.text
         for name, more in details.items():
@@ -64,8 +64,8 @@ class ResponseBuilder:
             return events
         return [*events, self._item_event(f"{part['type']}.delta", content_index=0, delta=added.text, **details)]
 
-    def _begin(self, kind: str, **fields: Any) -> list[ResponseEvent]:
-        events = self._close("completed")
+    def _begin_item(self, kind: str, **fields: Any) -> list[ResponseEvent]:
+        events = self._close_item("completed")
         item_id = f"{PREFIXES[kind]}_{self.response['id'].removeprefix('resp_')}_{len(self.output)}"
         item = {"type": kind, "id": item_id, "status": "in_progress", **fields}
         parts: list[dict[str, Any]] = []
@@ -80,10 +80,10 @@ class ResponseBuilder:
         events.append(self._output_event("output_item.added"))
         if kind != "function_call":
             parts.append(part)
-            events.append(self._item_event("content_part.added", content_index=0, part=_copied(part)))
+            events.append(self._item_event("content_part.added", content_index=0, part=_copy_item(part)))
         return events
 
-    def _close(self, status: str) -> list[ResponseEvent]:
+    def _close_item(self, status: str) -> list[ResponseEvent]:
         item, events = self._open, []
         if not item:
             return []
@@ -91,7 +91,7 @@ class ResponseBuilder:
             whole = {"arguments": item["arguments"], "name": item["name"]}
             events.append(self._item_event("function_call_arguments.done", **whole))
         else:
-            part = _copied(item["content"][0])
+            part = _copy_item(item["content"][0])
             whole = {name: value for name, value in part.items() if name not in ("type", "annotations")}
             events.append(self._item_event(f"{part['type']}.done", content_index=0, **whole))
             events.append(self._item_event("content_part.done", content_index=0, part=part))
@@ -100,11 +100,11 @@ class ResponseBuilder:
         self._open = {}
         return events
 
-    def _whole(self, kind: str) -> ResponseEvent:
-        return self._event(kind, response=self.response | {"output": [_copied(item) for item in self.output]})
+    def _response_event(self, kind: str) -> ResponseEvent:
+        return self._event(kind, response=self.response | {"output": [_copy_item(item) for item in self.output]})
 
     def _output_event(self, kind: str) -> ResponseEvent:
-        return self._event(f"response.{kind}", output_index=len(self.output) - 1, item=_copied(self._open))
+        return self._event(f"response.{kind}", output_index=len(self.output) - 1, item=_copy_item(self._open))
 
     def _item_event(self, kind: str, **fields: Any) -> ResponseEvent:
         item_id, output_index = self._open["id"], len(self.output) - 1
@@ -116,7 +116,7 @@ class ResponseBuilder:
         return event
 
 
-def _copied(item: Mapping[str, Any]) -> dict[str, Any]:
+def _copy_item(item: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of an item or a part, since the original may grow before the event is sent."""
     copy = {name: list(value) if isinstance(value, list) else value for name, value in item.items()}
-    return copy | ({"content": [_copied(part) for part in item["content"]]} if "content" in item else {})
+    return copy | ({"content": [_copy_item(part) for part in item["content"]]} if "content" in item else {})

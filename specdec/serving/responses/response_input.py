@@ -62,14 +62,14 @@ def messages_of(items: list[dict[str, Any]], *, is_answer: bool = False) -> list
     """
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(items):
-        _add(messages, item, f"input[{index}]", after_text=is_answer)
+        _add_item(messages, item, f"input[{index}]", after_text=is_answer)
     for message in messages:
         if message["content"] is None and not message.get("tool_calls"):
             message["content"] = ""  # a message with only a thought
     return messages
 
 
-def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str, *, after_text: bool) -> None:
+def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], place: str, *, after_text: bool) -> None:
     """Append a message for this item, or extend the last message by it. place: the item's place for errors.
     after_text: may a text or thought be added to an answer that already has its text?"""
     match item.get("type", "message" if "role" in item else None):
@@ -78,15 +78,15 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str, *, af
             if role not in ("user", "assistant", "system", "developer"):
                 expected = "user, assistant, system or developer is expected"
                 raise refused(f"{place}.role", f"{place}.role={role!r:.80}: {expected}")
-            content = _text(item.get("content"), f"{place}.content")
+            content = _content_text(item.get("content"), f"{place}.content")
             if role != "assistant":
                 messages.append({"role": role, "content": content})
                 return
-            message = _answer(messages, after_text=after_text)
+            message = _assistant_message(messages, after_text=after_text)
             message["content"] = content if message["content"] is None else f"{message['content']}\n{content}"
         case "function_call":
-            call_id, name, arguments = (_string(item, name, place) for name in ("call_id", "name", "arguments"))
-            answer = _answer(messages)
+            call_id, name, arguments = (_require_string(item, name, place) for name in ("call_id", "name", "arguments"))
+            answer = _assistant_message(messages)
             if item.get("status") == "incomplete":  # it broke off within its arguments, so it was not made
                 return
             if not after_text:  # an answer's own calls were read as JSON
@@ -95,13 +95,15 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str, *, af
             calls = answer.setdefault("tool_calls", [])
             calls.append({"id": call_id, "type": "function", "function": function})
         case "function_call_output":
-            output = _text(item.get("output"), f"{place}.output")
-            messages.append({"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": output})
+            output = _content_text(item.get("output"), f"{place}.output")
+            messages.append(
+                {"role": "tool", "tool_call_id": _require_string(item, "call_id", place), "content": output}
+            )
         case "reasoning":
             given = item.get("content")
             parts = [part for part in given if isinstance(part, dict)] if isinstance(given, list) else []
             if thought := "".join(str(part.get("text", "")) for part in parts):
-                message = _answer(messages, after_text=after_text)
+                message = _assistant_message(messages, after_text=after_text)
                 before = message.get("reasoning_content")
                 message["reasoning_content"] = thought if before is None else f"{before}\n{thought}"
         case kind:
@@ -109,7 +111,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str, *, af
             raise refused(place, f"{place} is of type {kind!r:.80}; {read}")
 
 
-def _answer(messages: list[dict[str, Any]], *, after_text: bool = True) -> dict[str, Any]:
+def _assistant_message(messages: list[dict[str, Any]], *, after_text: bool = True) -> dict[str, Any]:
     """The assistant message to extend: the last one, or a new one."""
     last = messages[-1] if messages else {"role": None}
     is_over = not after_text and last.get("content") is not None and not last.get("tool_calls")
@@ -118,7 +120,7 @@ def _answer(messages: list[dict[str, Any]], *, after_text: bool = True) -> dict[
     return messages[-1]
 
 
-def _text(content: Any, place: str) -> str:
+def _content_text(content: Any, place: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -134,7 +136,7 @@ def _text(content: Any, place: str) -> str:
     return "\n".join(texts)
 
 
-def _string(item: dict[str, Any], name: str, place: str) -> str:
+def _require_string(item: dict[str, Any], name: str, place: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
         raise refused(f"{place}.{name}", f"{place}.{name} is {value!r:.80}; a string is expected")

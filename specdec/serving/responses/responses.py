@@ -24,7 +24,7 @@ from specdec.serving.state import ServeState, StateDep, StoredResponse
 
 router = APIRouter(route_class=BodyRoute)
 UNSTORED = "its request had store=false, it was deleted, or newer ones replaced it"
-AS_ASKED = ("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "user")
+ECHOED_FIELDS = ("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "user")
 
 
 @router.post("/v1/responses", response_model=answers.Response, responses=answers.ASKING | answers.STREAMED)
@@ -36,7 +36,7 @@ async def create_response(body: ResponsesRequest, state: StateDep) -> Response:
 async def read_response(response_id: str, state: StateDep, stream: bool = False) -> JsonResponse:
     if stream:
         raise refused("stream", "stream=true: a stored response is given whole, not as events; leave it out")
-    return JsonResponse(_stored(state, response_id).response)
+    return JsonResponse(_load_stored(state, response_id).response)
 
 
 @router.get("/v1/responses/{response_id}/input_items", response_model=answers.InputItems, responses=refusals(400, 404))
@@ -47,7 +47,7 @@ async def read_input_items(
     limit: int | None = None,
     after: str | None = None,
 ) -> JsonResponse:
-    inputs = _stored(state, response_id).inputs
+    inputs = _load_stored(state, response_id).inputs
     items = [{"id": f"item_{index}", "type": "message"} | item for index, item in enumerate(inputs)]
     items = items if order == "asc" else items[::-1]
     ids = [item["id"] for item in items]
@@ -100,15 +100,15 @@ class ResponseAnswer(ChatTextAnswer):
         self.asked = asked
         self._messages: list[dict[str, Any]] = []
         if asked.previous_response_id is not None:
-            self._messages += _stored(state, asked.previous_response_id, "previous_response_id").messages
-        self._items = _resolved(state, asked.items)
+            self._messages += _load_stored(state, asked.previous_response_id, "previous_response_id").messages
+        self._items = _resolve_references(state, asked.items)
         self._messages += messages_of(self._items)
         super().__init__(chat_request(asked, self._messages), state)
         self._builder = ResponseBuilder(self._response())
 
-    def _whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
-        self._grow(whole_delta(outputs[0]))
-        self._end(outputs[0])
+    def _whole_answer(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
+        self._add_delta(whole_delta(outputs[0]))
+        self._end_response(outputs[0])
         return self._builder.response
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
@@ -117,17 +117,17 @@ class ResponseAnswer(ChatTextAnswer):
             yield each
         try:
             async for _, delta in self.streams:
-                for each in await off_loop(len(delta.token_ids), partial(self._grow, delta)):
+                for each in await off_loop(len(delta.token_ids), partial(self._add_delta, delta)):
                     yield each
                 if delta.output is not None:
-                    for each in self._end(delta.output):
+                    for each in self._end_response(delta.output):
                         yield each
         except Exception as error:  # the status is sent
             said = as_api_error(error).body["error"]["message"]
             for each in builder.end("failed", None, error={"code": "server_error", "message": said}):
                 yield each
 
-    def _end(self, output: GenerationOutput) -> list[dict[str, Any]]:
+    def _end_response(self, output: GenerationOutput) -> list[dict[str, Any]]:
         """End the response, and store it if the request asks for that."""
         cut = self.readers[0].finish_reason(output) == "length"
         details = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
@@ -142,7 +142,7 @@ class ResponseAnswer(ChatTextAnswer):
             self.state.responses.put(self.state.owner, stored)
         return events
 
-    def _grow(self, delta: StreamDelta) -> list[dict[str, Any]]:
+    def _add_delta(self, delta: StreamDelta) -> list[dict[str, Any]]:
         events, reader = [], self.readers[0]
         for said, tokens in reader.read(delta):
             scores = chat_logprobs(self.tokenizer, reader.scores(tokens))["content"] if self.body.logprobs else []
@@ -189,11 +189,11 @@ class ResponseAnswer(ChatTextAnswer):
             "truncation": "disabled",
             "usage": None,
             "metadata": body.metadata or {},
-            **{name: getattr(body, name) for name in AS_ASKED},
+            **{name: getattr(body, name) for name in ECHOED_FIELDS},
         }
 
 
-def _resolved(state: ServeState, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _resolve_references(state: ServeState, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The items, with the stored item in the place of each reference. Its id says where it is (`PREFIXES`)."""
     outputs: dict[str, dict[str, dict[str, Any]]] = {}  # by the id of a response, then of an item
 
@@ -213,7 +213,7 @@ def _resolved(state: ServeState, items: list[dict[str, Any]]) -> list[dict[str, 
     ]
 
 
-def _stored(state: ServeState, response_id: str, param: str = "response_id") -> StoredResponse:
+def _load_stored(state: ServeState, response_id: str, param: str = "response_id") -> StoredResponse:
     found = state.responses.get(state.owner, response_id)
     if found is None:
         raise _unknown(response_id, param)

@@ -354,14 +354,14 @@ class AnswerReader:
         the end, such as an end token, belong to the last event if it is text."""
         self._scores += delta.logprobs or []
         if self._texts is not None:
-            events = self._parsed(self._texts, delta)
+            events = self._parse_delta(self._texts, delta)
         elif delta.text:
             events = [EventTokens(Text("content", delta.text, begins=self._last is None), range(0))]
         else:
             return []  # such as a part of a character
         if events:
             self._last = events[-1].event
-        return self._counted(events)
+        return self._up_to_max_calls(events)
 
     def colours(self, delta: StreamDelta) -> list[tuple[str, bool]] | None:
         """(text, is it from accepted drafts?) for the text that this delta adds; None: not requested."""
@@ -377,7 +377,7 @@ class AnswerReader:
             raise StoppingError("this answer was ended before its end; the server is stopping")
         return "tool_calls" if output.finish_reason == "stop" and self._last_call_complete else output.finish_reason
 
-    def _parsed(self, texts: TokenTexts, delta: StreamDelta) -> list[EventTokens]:
+    def _parse_delta(self, texts: TokenTexts, delta: StreamDelta) -> list[EventTokens]:
         output = delta.output
         pieces = self._parser.feed(texts.read(delta.token_ids, finished=output is not None))
         if output is not None:
@@ -388,7 +388,7 @@ class AnswerReader:
             events.append(EventTokens(Text("content" if last is None else last.kind, "", begins=last is None), rest))
         return events
 
-    def _counted(self, events: list[EventTokens]) -> list[EventTokens]:
+    def _up_to_max_calls(self, events: list[EventTokens]) -> list[EventTokens]:
         """The events before the first call beyond `max_calls`, which ends the answer."""
         for at, (event, tokens) in enumerate(events):
             if isinstance(event, CallBegin) and self._max_calls is not None and event.index >= self._max_calls:

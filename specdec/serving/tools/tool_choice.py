@@ -77,15 +77,15 @@ class ToolChoice:
             return {"json_schema": call_schema(self._forced)}
         if self._format is None:
             return None
-        return {"json_schema": call_or(self._format, [tool.function.name for tool in self.tools])}
+        return {"json_schema": call_or_format(self._format, [tool.function.name for tool in self.tools])}
 
 
-def call_or(other: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def call_or_format(other: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """The schema of an answer that has another schema or calls a tool. As always with "auto", arguments may be any
     object."""
     other = dict(other)
     options = {"x-guidance": other.pop("x-guidance")} if "x-guidance" in other else {}  # of the whole grammar
-    return {"anyOf": [_call({"enum": list(names)}, {"type": "object"}), _document(other, 0)], **options}
+    return {"anyOf": [_call({"enum": list(names)}, {"type": "object"}), _as_document(other, 0)], **options}
 
 
 def call_schema(tools: Sequence[Function]) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def call_schema(tools: Sequence[Function]) -> dict[str, Any]:
     Raises ApiError if parameters accept no object, or if two tools' schemas have the same address.
     """
     calls, owners = [], dict[str, Function]()
-    schemas = [_arguments(tool, number) for number, tool in enumerate(tools)]
+    schemas = [_arguments_schema(tool, number) for number, tool in enumerate(tools)]
     for number, (tool, schema) in enumerate(zip(tools, schemas, strict=True)):
         calls.append(_call({"const": tool.name}, schema))
         own = (value for key, value in members(schema) if key == "$id" and isinstance(value, str))
@@ -116,7 +116,7 @@ def _call(name: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _arguments(tool: Function, number: int) -> dict[str, Any]:
+def _arguments_schema(tool: Function, number: int) -> dict[str, Any]:
     """The schema of a tool's arguments: an object, without additional properties unless its parameters allow them. A
     tool cannot use unnamed properties, and a small model would write more and more of them."""
     if not tool.parameters:
@@ -133,10 +133,10 @@ def _arguments(tool: Function, number: int) -> dict[str, Any]:
         schema["additionalProperties"] = False
     if types != {"object"}:
         schema["type"] = "object"
-    return _document(schema, number)
+    return _as_document(schema, number)
 
 
-def _document(schema: dict[str, Any], number: int) -> dict[str, Any]:
+def _as_document(schema: dict[str, Any], number: int) -> dict[str, Any]:
     """A schema as a document within another, with an address if it has references."""
     # not allowed in a nested document; the grammar library treats all versions alike
     nested = {key: value for key, value in schema.items() if key != "$schema"}

@@ -92,7 +92,7 @@ class JsonToolParser(AnswerParser):
                     yield from self._json_value(self._arguments)
                     arguments, self._phase = "", "closing"
                 else:
-                    arguments = _object((yield from self._json_text()))
+                    arguments = _arguments_json((yield from self._json_text()))
             else:
                 require_syntax(key in OTHER_KEYS)
                 yield from self._json_text(MAX_OTHER)
@@ -114,7 +114,7 @@ class JsonToolParser(AnswerParser):
     def _json_name(self) -> Reading[str]:
         """Read a short string, such as a key."""
         require_syntax((yield from self._peek()) == '"')
-        return str(_loaded((yield from self._json_text(MAX_NAME))))
+        return str(_parse_json((yield from self._json_text(MAX_NAME))))
 
     def _json_text(self, most: int = 1 << 30) -> Reading[str]:
         """Read any value as a whole. Raises NotACall if it has more than `most` characters, without quotes."""
@@ -285,17 +285,17 @@ class JsonToolParser(AnswerParser):
         return char
 
 
-def _loaded(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
         raise NotACall from None
 
 
-def _object(text: str) -> str:
+def _arguments_json(text: str) -> str:
     """The JSON of arguments that are an object, an object in a string, or null."""
     text = json.loads(text) if text.lstrip().startswith('"') else text.strip()
-    value = _loaded(text)
+    value = _parse_json(text)
     require_syntax(value is None or isinstance(value, dict))
     return "{}" if value is None else text
 
