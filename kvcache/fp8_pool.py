@@ -82,7 +82,7 @@ class Fp8Pool:
 def _paired(bits: torch.Tensor) -> torch.Tensor:
     """Put the bits of pairs of e4m3 numbers [..., D] uint8 in their order in a pool."""
     even, odd = bits.int().unflatten(-1, (-1, 2)).unbind(-1)
-    pairs = (even & 0x80) << 8 | (even & 0x7F) << 4 | (odd & 0x70) << 8 | (odd & 0x80) << 4 | odd & 0x0F
+    pairs: torch.Tensor = (even & 0x80) << 8 | (even & 0x7F) << 4 | (odd & 0x70) << 8 | (odd & 0x80) << 4 | odd & 0x0F
     return pairs.to(torch.int16).view(torch.uint8)
 
 

@@ -178,6 +178,14 @@ def test_more_than_the_engine_has_is_refused_at_submission(asked, said, engine_f
     assert engine.scheduler.idle
 
 
+def test_more_branches_than_tokens_are_refused_at_construction(make_target, make_engine, make_drafter):
+    model = make_target("llama", vocab_size=12)
+    head = make_drafter("eagle3", model, [[1, 2, 3]], [[4, 5]])
+    make_engine(model, head, spec=SpecConfig(2, 12))
+    with pytest.raises(ConfigError, match=r"topk=13, and .* 12 tokens; give spec=SpecConfig\(topk=12\), or fewer"):
+        make_engine(model, head, spec=SpecConfig(2, 13))
+
+
 def test_a_draft_is_no_larger_than_what_is_left_to_generate():
     assert SpecConfig(4, 4, 16).shortened(9) == (4, 16)
     assert SpecConfig(4, 4, 16).shortened(1) == (1, 5)

@@ -146,7 +146,7 @@ def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(window:
 
 
 def test_scales_of_8_bit_values_are_in_v_itself_in_float16() -> None:
-    """Where V is transposed, so are its scales."""
+    """V is transposed there, and so are its scales."""
     args = lay_out([request(20, 3, seed=n, heads=(4, 2), head_dim=24, v_dim=12) for n in (1, 2)])
     args |= {name: args[name].half() for name in ("query", "pool_k", "pool_v")}
     args |= {name: rounded(args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
@@ -382,8 +382,8 @@ def test_many_heads_have_longer_splits() -> None:
 
 
 def test_tiles_of_decoding_rows() -> None:
-    """Of 8 rows: two warps decode keys of 8 bits and serve few programs, one serves many. Full ones for a lone request
-    over 128 channels in 16 bits."""
+    """Two warps decode keys of 8 bits and serve few programs, one serves many. A lone request over 128 channels in 16
+    bits has full tiles."""
     decode: dict[str, Any] = {"item_size": 2, "is_tree": False, "windowed": False}
     for fp8, heads, tiles in (
         (True, 64, RowTiles(8, 2, 5)),

@@ -113,6 +113,11 @@ def require_suitable(spec: SpecConfig, config: EngineConfig, target: Any, drafte
             f"num_steps={spec.num_steps}, and drafter {drafter.name} drafts at most {drafter.max_steps} tokens a "
             f"round; give spec=SpecConfig(num_steps={drafter.max_steps}), or fewer"
         )
+    if spec.topk > target.vocab_size:
+        raise ConfigError(
+            f"topk={spec.topk}, and {target.name} has a vocabulary of {target.vocab_size} tokens; give "
+            f"spec=SpecConfig(topk={target.vocab_size}), or fewer"
+        )
     if config.finished_tokens and not drafter.reads_finished:
         raise ConfigError(
             f"finished_tokens={config.finished_tokens}, and drafter {drafter.name} proposes nothing of finished "

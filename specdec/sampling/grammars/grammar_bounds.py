@@ -118,7 +118,7 @@ def _is_elsewhere(reference: str) -> bool:
 def _document(reference: str, base: Any) -> str:
     """The address of the document that a reference or `$id` names."""
     try:
-        return urldefrag(urljoin(base, reference)).url
+        return str(urldefrag(urljoin(base, reference)).url)
     except (TypeError, ValueError):
         return reference
 

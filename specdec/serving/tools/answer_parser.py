@@ -166,14 +166,9 @@ class AnswerParser(CharacterReader):
         """Read a thought, a call, or one character of content. Raises CutOff at the end of the text."""
         self._phase = ""
         try:
-            if (form := self._thoughts) is not None and self._may_think:
-                begins = yield from self._sees(form.opens)
-                if not begins and self._gap is not None:  # one without text may have its last marker alone
-                    begins = yield from self._sees(form.closes)
-                    self._back_to(0)
-                if begins:
-                    yield from self._thought(form)
-                    return
+            if (form := self._thoughts) is not None and self._may_think and (yield from self._thinks(form)):
+                yield from self._thought(form)
+                return
             yield from self._call()
             self._release()
             self._end_call(whole=True)
@@ -189,13 +184,19 @@ class AnswerParser(CharacterReader):
             if not in_call:  # another call may begin after a call
                 self._plain((yield from self._released()))
 
+    def _thinks(self, form: ReasoningFormat) -> Reading[bool]:
+        """Does a thought begin here? One without text may have its last marker alone."""
+        if (yield from self._sees(form.opens)):
+            return True
+        return self._gap is not None and (yield from self._precedes(form.closes))
+
     def _thought(self, form: ReasoningFormat) -> Reading[None]:
         """Read a thought up to its closing marker, or up to a call if the thought is never closed."""
         self._release()
         self._gap, self._kind, self._thinking = "", None, True
         while True:
             yield from self._plain_text()
-            if self._is_silent() and (yield from self._sees(form.opens)):
+            if self._kind is None and (yield from self._sees(form.opens)):
                 self._gap = ""  # some models repeat the marker
             elif (yield from self._sees(form.closes)):
                 break
@@ -208,9 +209,6 @@ class AnswerParser(CharacterReader):
         self._release()
         self._gap, self._marked, self._kind, self._thinking = "", True, None, False
         self._may_think = form.again
-
-    def _is_silent(self) -> bool:
-        return self._kind is None  # the current text is still empty
 
     def _ends_in_call(self, form: ReasoningFormat) -> Reading[bool]:
         """The held characters begin a call within a thought. If the thought is closed later, the call is a quotation
