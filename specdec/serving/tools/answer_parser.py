@@ -196,7 +196,7 @@ class AnswerParser(CharacterReader):
         self._gap, self._kind, self._thinking = "", None, True
         while True:
             yield from self._plain_text()
-            if self._kind is None and (yield from self._sees(form.opens)):
+            if self._is_silent() and (yield from self._sees(form.opens)):
                 self._gap = ""  # some models repeat the marker
             elif (yield from self._sees(form.closes)):
                 break
@@ -210,6 +210,9 @@ class AnswerParser(CharacterReader):
         self._gap, self._marked, self._kind, self._thinking = "", True, None, False
         self._may_think = form.again
 
+    def _is_silent(self) -> bool:
+        return self._kind is None  # the current text is still empty
+
     def _ends_in_call(self, form: ReasoningFormat) -> Reading[bool]:
         """The held characters begin a call within a thought. If the thought is closed later, the call is a quotation
         and part of the thought; otherwise the first complete call ends the thought. Returns whether it ended."""
@@ -219,10 +222,7 @@ class AnswerParser(CharacterReader):
                 yield from self._next()
             closed = True
         text = self._held
-        if closed:
-            quoted: int | None = len(text) - len(form.closes)
-        else:
-            quoted = None if self._cut else self._first_call(text)
+        quoted = len(text) - len(form.closes) if closed else None if self._cut else self._first_call(text)
         if quoted is not None:
             self._back_to(quoted)
         self._release()
