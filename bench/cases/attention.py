@@ -96,7 +96,7 @@ CHECKS: dict[str, dict[str, Shape]] = {
 }
 COMPILED = ("window", "heads", "head_dim", "num_rows", "kind", "batch", "exact", "fp8")
 """Parts of a shape that a kernel is compiled for."""
-OTHER_TILES = {"tree": (RowTiles(16, 4, 2, None, True),)}
+OTHER_TILES = {"tree": (RowTiles(16, 4, 2, None, True), RowTiles(8, 4, 2))}
 """Checked besides the chosen ones."""
 
 
