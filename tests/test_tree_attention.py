@@ -434,5 +434,11 @@ def test_row_tiles_shrink_until_they_fit_the_shared_memory_and_the_cut_does_not(
     assert fit_rows(tiles, cut, 512, 2, ada) == RowTiles(16, 8, 3)  # no smaller ones: Triton will say what is missing
 
 
+def test_a_program_of_one_warp_has_another_beside_it_or_more_warps() -> None:
+    tiles, cut = RowTiles(8, 1, 5), choose_key_split(128, 2, 8)
+    for shared, fitted in ((227 << 10, tiles), (163 << 10, RowTiles(8, 1, 3)), (99 << 10, RowTiles(8, 4, 3))):
+        assert fit_rows(tiles, cut, 128, 2, shared) == fitted
+
+
 def test_when_a_merge_lets_the_next_product_start():
     assert [merges_late(*case) for case in ((32, 8), (33, 8), (128, 8), (64, 32))] == [False, True, True, False]

@@ -249,12 +249,16 @@ def _tiles_of_chains(num_rows: int, heads: int, block_d: int, *, fp8: bool) -> R
 
 
 def fit_rows(tiles: RowTiles, cut: KeySplit, block_d: int, item_size: int, shared: int) -> RowTiles:
-    """Reduce the stages of `tiles`, then their rows, until they fit `shared` bytes of shared memory."""
-    while tiles.block_m > 16 or tiles.num_stages > 3:
-        if fits(tiles.block_m, cut.block_k, tiles.num_stages, block_d, item_size, shared):
-            break
-        fewer = {"num_stages": tiles.num_stages - 2} if tiles.num_stages > 3 else {"block_m": 16, "rows": None}
-        tiles = tiles._replace(**fewer)
+    """Reduce the stages of `tiles`, then their rows, until they fit `shared` bytes of shared memory. A program of few
+    warps needs another one beside it, or more warps."""
+    room = shared if tiles.num_warps >= 4 else shared // 2
+    while not fits(tiles.block_m, cut.block_k, tiles.num_stages, block_d, item_size, room):
+        if tiles.num_stages > 3:
+            tiles = tiles._replace(num_stages=tiles.num_stages - 2)
+        elif tiles.block_m > 16:
+            tiles = tiles._replace(block_m=16, rows=None)
+        else:
+            return tiles._replace(num_warps=max(4, tiles.num_warps))
     return tiles
 
 
