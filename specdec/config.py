@@ -117,8 +117,7 @@ class EngineConfig:
 
     max_batch_size: most requests that run at a time; others wait.
     max_model_len: longest prompt + output, in tokens. None: the model's own limit, or less if memory is short.
-    page_size: slots per page of K/V. With recurrent layers take 1, 2, 4, 8 or 16: of other sizes fewer prefixes are
-        cached, since they end with a page and at a multiple of 16.
+    page_size: slots per page of K/V; with recurrent layers a divisor of 16, else fewer prefixes are cached.
     full_slots, swa_slots: usable KV slots (tokens) of each pool. None: enough for `max_batch_size` requests of
         `max_model_len`, within `memory_share`.
     attention: "torch" runs anywhere. "triton" uses the Triton kernels, which need a CUDA device (or, to try them on a

@@ -117,8 +117,9 @@ def tree_attention(
     part = torch.empty((*part_shape, value_dim), dtype=torch.float32, device=query.device)
     part_max, part_sum = (torch.empty(part_shape, dtype=torch.float32, device=query.device) for _ in "ms")
     out = torch.empty((batch, num_rows, num_heads, value_dim), dtype=query.dtype, device=query.device)
-    # even a program of an empty split costs a launch slot, so a program may take several splits: as many as fill the
-    # device under a window, which all requests fill alike; fewer where a long request would keep its programs waiting
+    # even a program of an empty split costs a launch slot, so a program may take several splits: under a window, which
+    # all requests fill alike, as many as fill the device; else only where programs are very many, since programs of one
+    # split even out what long and short requests leave
     most = 512 // programs if window is not None else max(16, -(-4096 // programs))
     split_programs = 1 if fold else min(num_splits, max(1, most))
     shared_options = {
