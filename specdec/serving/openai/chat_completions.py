@@ -60,7 +60,8 @@ class ChatTextAnswer(TextAnswer):
             params = await engine.off_loop(partial(self._make_params, len(prompt)))
         self.prompts = [prompt]
         if params.stop:
-            params = replace(params, thought_marks=self._make_parser(params).thought_marks)
+            parser = await engine.off_loop(partial(self._make_parser, params))
+            params = replace(params, thought_marks=parser.thought_marks)
         return params
 
     def make_reader(self) -> AnswerReader:
