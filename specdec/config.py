@@ -231,6 +231,8 @@ class SamplingParams(SamplingNumbers):
     min_tokens: before the output has this many tokens, no end token is drawn and no stop string counts.
     allowed_token_ids: only these are drawn, so include an end token or set a length. None: all.
     include_stop_str_in_output: keep the stop string at the end of the text.
+    thought_marks: marks of a thought at the beginning of the output, such as ("<think>", "</think>"), in which no stop
+        string counts; ("", "</think>") if the prompt has opened it. None: stop strings count everywhere.
     """
 
     # hash=False: a list or a dict has no hash
@@ -250,6 +252,7 @@ class SamplingParams(SamplingNumbers):
     min_tokens: int = 0
     allowed_token_ids: Sequence[int] | None = field(default=None, hash=False)
     include_stop_str_in_output: bool = False
+    thought_marks: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         require_int("max_new_tokens", self.max_new_tokens, 1 if self.prompt_logprobs is None else 0, 1 << 30)
@@ -278,6 +281,9 @@ class SamplingParams(SamplingNumbers):
                 f"stop={shown(self.stop)} has {len(self.stop_strings)} strings, the longest of {longest} characters; "
                 f"at most {MAX_STOPS} of {MAX_STOP_CHARS} characters are looked for"
             )
+        marks: object = self.thought_marks
+        pair = isinstance(marks, tuple) and len(marks) == 2 and _are_texts((marks[0] or "-", marks[1]))
+        require("thought_marks", marks, marks is None or pair, "a pair such as ('<think>', '</think>') is expected")
         ids = self.stop_token_ids
         require("stop_token_ids", ids, _is_collection(ids), "a sequence of token ids is expected; () for none")
         if len(ids) > MAX_STOP_TOKENS:
@@ -341,7 +347,12 @@ class SamplingParams(SamplingNumbers):
     @property
     def stop_strings(self) -> StopStrings:
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
-        return StopStrings(stops, included=self.include_stop_str_in_output, min_tokens=self.min_tokens)
+        return StopStrings(
+            stops,
+            included=self.include_stop_str_in_output,
+            min_tokens=self.min_tokens,
+            thought_marks=self.thought_marks,
+        )
 
 
 def _is_collection(value: object) -> TypeGuard[Collection[object]]:

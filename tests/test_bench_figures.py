@@ -79,6 +79,8 @@ def test_a_data_set_is_read_from_the_hub(name, monkeypatch):
         ("gsm8k", {"question": "a", "answer": "1"}, r"test\.jsonl:1: no 'answer' with '#### n'"),
         ("humaneval", {"prompt": ["a"]}, "'prompt' is"),
         ("mt-bench", None, "holds no prompt of mt-bench"),
+        ("mt-bench", {"category": "rag", "turns": ["a"]}, "has Spec-Bench's category 'rag'; name spec-bench"),
+        ("spec-bench", ROWS["mt-bench"][0], "has MT-bench's categories alone; name mt-bench"),
         ("spec-bench", ..., "holds no file of spec-bench; one of spec_bench/question.jsonl"),
         ("gsm8k", ..., r"one of gsm8k/test\.jsonl, gsm8k/gsm8k_test\.jsonl, gsm8k/test_first660\.jsonl, test\.jsonl"),
     ],

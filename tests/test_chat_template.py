@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from functools import cache
 
 import pytest
-from reciting import HARMONY, reciting, tokenizer_for
+from reciting import HARMONY, TEMPLATE, reciting, tokenizer_for
 from transformers import PreTrainedTokenizerBase
 
 from specdec.serving.openai.chat_template import thought_field
@@ -261,3 +261,41 @@ def test_an_answer_that_is_continued_is_one_message():
         assert reciter.post("responses", input=[result], previous_response_id=first["id"]).status_code == 200
         assert '<assistant>B\nD\nE(A\nC){"name": "f", "arguments": {}}<tool>8' in reciter.prompts[-1]
         assert json.dumps(first["output"]).count('"type": "message"') == 3
+
+
+END = "<|end|><|start|>assistant<|channel|>final<|message|>"
+THINKING = {
+    # parsers of thoughts and calls, end of the prompt, the answer -> thought, content
+    "qwen": ("qwen3", "hermes", "", "<think>Q: I count Q:\n</think>\n\n8 Q: no", "Q: I count Q:", "8 "),
+    "no thought": ("qwen3", "hermes", "", "8 Q: <think>", None, "8 "),
+    "never closed": ("qwen3", "hermes", "", "<think>Q: I count", "Q: I count", ""),
+    "opened": ("deepseek_r1", "hermes", "<think>\n", "Q: I count</think>8 Q: no", "Q: I count", "8 "),
+    "closed": ("deepseek_r1", "hermes", "<think>\n\n</think>\n\n", "8 Q: no</think>", None, "8 "),
+    "gemma": ("gemma4", "gemma4", "", "<|channel>thought\nQ: I count<channel|>8 Q: no", "Q: I count", "8 "),
+    "mistral": ("mistral", "mistral", "", "[THINK]Q: I count[/THINK]8 Q: no", "Q: I count", "8 "),
+    "harmony": ("none", "harmony", "", f"<|channel|>analysis<|message|>Q: I count{END}8 Q: no", "Q: I count", "8 "),
+    "none": ("none", "hermes", "", "<think>I count Q:</think>8 Q: no", None, "<think>I count "),
+}
+
+
+@pytest.mark.parametrize("case", THINKING)
+def test_stop_strings_do_not_count_in_thoughts(case):
+    """A question that a thought repeated ended the answer of lm-eval before its content."""
+    thoughts, calls, begun, said, thought, content = THINKING[case]
+    template = (HARMONY if calls == "harmony" else TEMPLATE) + begun
+    with reciting([said], template=template, tool_parser=calls, reasoning_parser=thoughts) as reciter:
+        answers = set()
+        for seed, kept in ((0, False), (1, False), (2, True)):
+            reciter.seed = seed
+            body = {"messages": [{"role": "user", "content": "recite 0"}], "stop": ["Q:"], "n": 2}
+            body["include_stop_str_in_output"] = kept
+            whole = reciter.post("chat/completions", **body).json()
+            message = whole["choices"][1]["message"]
+            assert message.get("reasoning_content") == thought
+            assert (message["content"] or "").removesuffix("Q:" * kept) == content
+            sent = reciter.post("chat/completions", **body, stream=True).text.splitlines()
+            choices = [json.loads(line[6:])["choices"][0] for line in sent if line.startswith("data: {")]
+            parts = [each["delta"].get("content") or "" for each in choices if each["index"] == 1]
+            assert "".join(parts) == message["content"]
+            answers.add(whole["usage"]["completion_tokens"])
+        assert len(answers) == 1

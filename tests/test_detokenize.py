@@ -1,6 +1,7 @@
 """Streamed pieces of text, joined, equal the final text, for any tokenizer, stop strings and rounds."""
 
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from specdec import SamplingParams
 from specdec.runtime.request import Request
 from specdec.text.detokenize import Detokenizer
+from specdec.text.stop_strings import find_first
 
 from marks import examples
 from stand_ins import byte_level
@@ -200,6 +202,60 @@ def test_a_stop_string_that_begins_in_the_prompt_does_not_count():
     )
     request.settle(ids_of(tokenizer, "b", "a"))
     assert request.output().text == "b a" and request.finish_reason == "length"
+
+
+THINKERS = {}
+for kind, added in {"bytes": [], "text": [False, False], "special": [True, True], "special end": [False, True]}.items():
+    tokenizer = byte_pairs()
+    marks = zip(("<think>", "</think>"), added, strict=False)
+    tokenizer.add_tokens([AddedToken(mark, special=special, normalized=False) for mark, special in marks])
+    THINKERS[kind] = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+def exempt_chars(written):
+    """Characters of a text in which no stop string counts: a thought, or what may become one."""
+    if re.match(r"\s*<think>(?!.*</think>)", written, re.DOTALL):
+        return len(written)
+    ends = [r"\s*(?:<think>.*?)?</think>\s*", r"\s*</?(?:t(?:h(?:i(?:nk?)?)?)?)?", r"\s*"]
+    return next(found.end() for end in ends if (found := re.match(end, written, re.DOTALL)))
+
+
+@settings(max_examples=examples(40, 600), deadline=None, derandomize=True)
+@given(data=st.data())
+@pytest.mark.parametrize("kind", THINKERS)
+def test_stop_strings_count_after_the_thought_that_begins_an_output(kind, data):
+    tokenizer, marks = THINKERS[kind], ("<think>", "</think>")
+    pieces = st.sampled_from([*marks, *marks, "a", "a\n", "é", " ", "\n\n", "<", "</", "<t", "b<b"])
+    said = "".join(data.draw(st.lists(pieces, min_size=1, max_size=12)))
+    opened, included = data.draw(st.booleans()), data.draw(st.booleans())
+    stops = data.draw(st.lists(st.sampled_from(["a", "\n\n", "<", "é", " a", "\n", "</think>", "b<"]), max_size=2))
+    rounds = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+    ids, begun = tokenizer(said)["input_ids"], marks[0] * opened
+    params = SamplingParams(
+        max_new_tokens=len(ids),
+        stop=stops,
+        include_stop_str_in_output=included,
+        thought_marks=("" if opened else marks[0], marks[1]),
+    )
+    request, deltas = run(tokenizer, ids, params, rounds)
+    out, special = request.output(), [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+    def shown(written):
+        return re.sub("|".join(special) or "(?!)", "", written)
+
+    for end in range(1, len(ids) + 1):
+        written = begun + tokenizer.decode(ids[:end], skip_special_tokens=False)
+        exempt = exempt_chars(written)
+        texts = [shown(written)]
+        if at := find_first(texts[0], stops, len(shown(written[:exempt]))):
+            texts.append(texts[0][: at.end if included else at.begin])
+        if at := find_first(written, stops, exempt):
+            texts.append(shown(written[: at.begin]) + written[at.begin : at.end] * included)
+        if len(texts) > 1:
+            break
+    text = min(texts[1:] or texts, key=len).removeprefix(shown(begun))
+    assert "".join(deltas) == out.text == text
+    assert len(out.token_ids) == end
 
 
 class Shouting:

@@ -199,6 +199,16 @@ def test_groups_are_those_that_an_engine_allocates(drafter, page_size, tmp_path,
         assert ("drafter" in report["weights"]) == (drafter != "none")
 
 
+@pytest.mark.parametrize("pools", [{"full_slots": 100}, {"swa_slots": 90}, {"full_slots": 128, "swa_slots": 99}])
+def test_pools_that_the_user_set_are_planned(pools, tmp_path, make_target):
+    """The plan was that of a full batch, whatever the config said."""
+    model = make_target("gemma4-e2b")
+    config = EngineConfig(max_batch_size=2, max_model_len=64, page_size=4, device="cpu", **pools)
+    report = memory_plan(folder_of(model.config, tmp_path), None, spec=SpecConfig(), config=config, drafter_options={})
+    with Engine.from_pretrained(model, config=config) as engine:
+        assert {group["name"]: group["batch_bytes"] for group in report["groups"]} == engine.cache.bytes_by_group()
+
+
 @pytest.mark.parametrize("adaptive", [True, False])
 def test_windows_over_recurrent_layers_are_planned_as_an_engine_has_them(adaptive, tmp_path, make_target, monkeypatch):
     """With fixed drafts the report lacked what a window reaches back over, to the copy of a state."""

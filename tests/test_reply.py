@@ -13,7 +13,8 @@ from specdec.runtime.request_output import GenerationOutput, RequestStats, Strea
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.openai.chat_message import MessageBuilder, whole_message
 from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Text
-from specdec.serving.tools.answer_parser import REASONING, AnswerParser, AnswerReader, reasoning_format
+from specdec.serving.tools.answer_parser import AnswerParser, AnswerReader
+from specdec.serving.tools.reasoning_formats import REASONING, reasoning_format
 from specdec.serving.tools.tool_parsers import PARSERS
 from specdec.text.detokenize import Detokenizer, token_bytes, token_text
 from specdec.text.token_texts import TokenTexts

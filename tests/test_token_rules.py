@@ -108,6 +108,10 @@ def test_min_tokens_with_a_grammar(engine_of, prompts):
         ({"allowed_token_ids": [VOCAB]}, r"^allowed_token_ids holds token id 300, outside the vocabulary of 300"),
         ({"allowed_token_ids": [EOS], "min_tokens": 2}, r"all tokens that end the output, and min_tokens=2"),
         ({"allowed_token_ids": [4], "regex": "a"}, r"^allowed_token_ids with regex"),
+        (
+            {"stop": "a", "thought_marks": ("<think>", "")},
+            r"^thought_marks=.*: a pair such as \('<think>', '</think>'\)",
+        ),
         # it was aborted without a token, which the server reported as its own stop
         (
             {"stop_token_ids": range(VOCAB), "min_tokens": 2},

@@ -17,7 +17,7 @@ from specdec.layers.description.families import FAMILIES
 from specdec.measurement.model_shapes import SHAPES
 from specdec.measurement.recipes import HEADS, recipes, row
 from specdec.models.published import BUNDLED_NAMES
-from specdec.serving.tools.answer_parser import REASONING
+from specdec.serving.tools.reasoning_formats import REASONING
 from specdec.serving.tools.tool_parsers import PARSERS
 
 ROOT = Path(__file__).resolve().parent.parent

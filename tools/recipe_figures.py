@@ -61,7 +61,7 @@ def recipe(
         pair,
         serve_command(pair),
         weights,
-        memory_by_group(needs),
+        memory_by_group(needs, needs.slots),
         REST_BYTES + HEAD_BYTES * isinstance(described, HeadSpec),
         [card_memory(gigabytes, pair.gpus, needs, config, sum(weights.values())) for gigabytes in CARDS],
         [step_time(pair, gpu, floor) for gpu in READ_BANDWIDTHS],

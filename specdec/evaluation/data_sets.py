@@ -25,6 +25,8 @@ from specdec.text.prompt_files import Problem, json_lines, parse_problem, read_p
 from specdec.text.prompts import chat_ids
 
 MT_BENCH_CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+SPEC_BENCH_CATEGORIES = ("translation", "summarization", "qa", "math_reasoning", "rag")
+"""Categories of Spec-Bench besides those of MT-bench."""
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 """Prefix of SPEED-Bench's placeholder turns, which its own prepare script fills in."""
 
@@ -89,10 +91,23 @@ def load_data(name: str, data: str) -> tuple[str, list[Problem]]:
     problems = [_problem(name, row, where) for where, row in rows]
     if not problems:
         raise ConfigError(f"data={data!r} holds no prompt of {name}; a line of JSON for each is expected")
+    _require_own_categories(name, data, {problem.category for problem in problems})
     for (where, _), problem in zip(rows, problems, strict=True):
         if DATA_SETS[name].graded and final_number(problem.answer or "") is None:
             raise ConfigError(f"{where}: no 'answer' with '#### n'; GSM8K's fields are expected")
     return source, problems
+
+
+def _require_own_categories(name: str, data: str, categories: set[str | None]) -> None:
+    """MT-bench and Spec-Bench are published in files of one name, `question.jsonl`. Raises ConfigError."""
+    others = categories.intersection(SPEC_BENCH_CATEGORIES) if name == "mt-bench" else set()
+    if others:
+        is_of, meant = f"has Spec-Bench's category {min(map(str, others))!r}", "spec-bench"
+    elif name == "spec-bench" and categories == {"mt_bench"}:
+        is_of, meant = "has MT-bench's categories alone", "mt-bench"
+    else:
+        return
+    raise ConfigError(f"data={data!r} {is_of}; name {meant} in place of {name}, or give another file")
 
 
 def _file_in(name: str, folder: Path) -> Path:

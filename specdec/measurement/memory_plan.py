@@ -5,6 +5,7 @@
 For quantised weights and drafter heads, whose form the config does not tell, the sizes of the files count.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -73,6 +74,7 @@ def memory_plan(
     planned = plan_drafter(drafter, checkpoint, model, spec, {**shared, **drafter_options})
     max_len = longest_sequence(config, model.context_length, target)
     drafts = None if drafter is None else fitted_spec(spec, planned)
+    needs = planned_needs(model, planned, drafts, config, max_len, device.type)
     weights = {"target": _weight_bytes(checkpoint, model.model), "drafter": planned.weights}
     unmeasured = f"K/V are those that the config names, since a forward cannot be measured ({model.unmeasured})"
     return {
@@ -81,7 +83,7 @@ def memory_plan(
         "batch_size": config.max_batch_size,
         "max_model_len": max_len,
         "page_size": config.page_size,
-        "groups": memory_by_group(planned_needs(model, planned, drafts, config, max_len, device.type)),
+        "groups": memory_by_group(needs, needs.slots_within(config, sys.maxsize)),
         "weights": {role: size for role, size in weights.items() if size != 0},
         "notes": [] if model.unmeasured is None else [unmeasured],
     }
@@ -101,18 +103,19 @@ def planned_needs(
     return CacheNeeds(model.layout, drafter.needs, model.dtype, config, **sizes, device_type=device_type)
 
 
-def memory_by_group(needs: CacheNeeds) -> list[dict[str, Any]]:
+def memory_by_group(needs: CacheNeeds, pools: Sequence[int]) -> list[dict[str, Any]]:
     """Memory of each cache group, and of recurrent states in the same form, if there are some.
 
     kept: numbers of layers that keep the same fields, with (heads, head size) of each field; layers without attention,
     or that read another layer's K/V, keep none. token_bytes: of one token in all layers. request_bytes: of one request,
-    with its share of the slots for prompt chunks. batch_bytes: of a full batch, and of page 0, which holds no tokens.
+    with its share of the slots for prompt chunks. batch_bytes: of the slots in `pools` (of a full batch, unless the
+    user set others) and of page 0, which holds no tokens.
     """
     owners = [spec for layout in needs.layouts for spec in layout.owners]
     entries = []
-    for group, size, slots in zip(needs.groups, needs.slot_bytes, needs.slots, strict=True):
+    for group, size, slots, pool in zip(needs.groups, needs.slot_bytes, needs.slots, pools, strict=True):
         layers = [spec.fields for spec in owners if spec.retention == group]
-        whole = (slots // needs.page_size + 1) * needs.page_size
+        whole = (pool // needs.page_size + 1) * needs.page_size
         sizes = {"token_bytes": size, "request_bytes": slots * size // needs.batch, "batch_bytes": whole * size}
         entries.append({"name": group.name, "kept": _kept(layers), **sizes})
     if states := [_state_fields(spec.state) for spec in owners if spec.state is not None]:

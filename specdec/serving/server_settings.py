@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from specdec.errors import ConfigError, require_one_of, shown
 from specdec.serving.http_options import HttpOptions
-from specdec.serving.tools.answer_parser import reasoning_format
+from specdec.serving.tools.reasoning_formats import reasoning_format
 from specdec.serving.tools.tool_parsers import require_parser
 from specdec.settings.declared_fields import require, require_fields
 from specdec.text.content_tokens import require_handling

@@ -9,6 +9,7 @@ stop string.
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from specdec.text.stop_strings import cut_at_stop, find_first
+from specdec.text.stop_strings import ThoughtMarks, cut_at_stop, find_first, thought_end
 
 REPLACEMENT = "\ufffd"
 
@@ -77,6 +78,8 @@ class Detokenizer:
     _sent: list[str] = field(default_factory=list, init=False)  # pieces that `stream` handed out; copies share it
     _num_sent: int = field(default=0, init=False)  # number of pieces that this copy handed out
     _final: str | None = field(default=None, init=False)  # the whole text, once computed
+    _thinks: bool | None = field(default=None, init=False)  # does it end in a thought? None: not known yet
+    _answer_token: int = field(default=-1, init=False)  # token in which the text after the thought begins; -1: unknown
 
     def __copy__(self) -> "Detokenizer":
         """Does the same as `copy.copy`, whose pickling takes four times as long: it runs per request and round."""
@@ -92,10 +95,10 @@ class Detokenizer:
         """
         if self.tokenizer is None:
             return False
-        reach = max(map(len, stops), default=0)
+        reach, seen = max(map(len, stops), default=0), self._seen
         text = self._context + self.update(output_ids, reach)
         self.pending = ""  # nothing is handed out here: growing text would be copied for each token
-        if len(output_ids) <= getattr(stops, "min_tokens", 0):
+        if not self._past_thought(output_ids, stops, seen) or len(output_ids) <= getattr(stops, "min_tokens", 0):
             return False
         if any(stop in text for stop in stops) and self._ends_late_enough(output_ids, stops, skip_special_tokens=True):
             return True
@@ -108,8 +111,27 @@ class Detokenizer:
             output_ids, stops, skip_special_tokens=False
         )
 
+    def _past_thought(self, output_ids: Sequence[int], stops: Sequence[str], seen: int) -> bool:
+        """Is there text after the thought, or without one? It reads the tokens from `seen` on, and a few before them
+        for marks; the whole output only once they say so."""
+        marks = getattr(stops, "thought_marks", None)
+        if marks is None or self._answer_token >= 0:
+            return True
+        opens, closes = marks
+        seen = min(seen, len(output_ids) - 1)
+        before = max(len(opens), len(closes)) + 8 if self._thinks is not False else 0
+        text = self._decode(output_ids[max(0, seen - before) :], skip_special_tokens=False)
+        if self._thinks is None:
+            begins = text.lstrip().startswith(opens)
+            self._thinks = begins if begins or thought_end(text, marks) < len(text) else None
+        if self._thinks and closes in text:
+            self._thinks, text = False, text.partition(closes)[2]
+        if self._thinks is False and text.strip():
+            self._find_answer(output_ids, marks, seen)
+        return self._answer_token >= 0
+
     def _ends_late_enough(self, output_ids: Sequence[int], stops: Sequence[str], *, skip_special_tokens: bool) -> bool:
-        """Does one of the stop strings, at least one of which is there, end after `min_tokens`?"""
+        """Does one of the stop strings, at least one of which is there, end where it counts?"""
         since = self._exempt_chars(output_ids, stops, skip_special_tokens=skip_special_tokens)
         if not since:
             return True
@@ -138,7 +160,8 @@ class Detokenizer:
         if self.tokenizer is None or self._final is not None:
             return self._final or ""
         whole = self._decode(output_ids)
-        text = cut_at_stop(whole, stops, self._exempt_chars(output_ids, stops))
+        exempt = self._exempt_chars(output_ids, stops)
+        text = cut_at_stop(whole, stops, exempt)
         if stops and not self._kinds().special.isdisjoint(output_ids):
             written = self._to_written_stop(output_ids, stops)
             text = written if text == whole else min(text, written, key=len)
@@ -147,14 +170,35 @@ class Detokenizer:
             return text
         # the tokenizer took text back in an unforeseen way: text handed out stays
         self.update(output_ids, 0)
-        return sent + cut_at_stop(self.pending + self._shown[self._known_len :], stops)
+        return sent + cut_at_stop(self.pending + self._shown[self._known_len :], stops, max(0, exempt - len(sent)))
 
     def _exempt_chars(
         self, output_ids: Sequence[int], stops: Sequence[str], *, skip_special_tokens: bool = True
     ) -> int:
-        """Number of leading characters within which no stop string counts: see `StopStrings.min_tokens`."""
-        least = getattr(stops, "min_tokens", 0)
-        return len(self._decode(output_ids[:least], skip_special_tokens=skip_special_tokens)) if least else 0
+        """Number of leading characters within which no stop string counts: see the settings of `StopStrings`."""
+        least, marks = getattr(stops, "min_tokens", 0), getattr(stops, "thought_marks", None)
+        exempt = len(self._decode(output_ids[:least], skip_special_tokens=skip_special_tokens)) if least else 0
+        if marks is None or not stops:
+            return exempt
+        num = self._find_answer(output_ids, marks)
+        before, until = (self._decode(output_ids[:end], skip_special_tokens=False) for end in (num, num + 1))
+        thought = self._decode(output_ids[:num], skip_special_tokens=skip_special_tokens)
+        return max(exempt, len(thought) + max(0, thought_end(until, marks) - len(before)))
+
+    def _find_answer(self, output_ids: Sequence[int], marks: ThoughtMarks, start: int = 0) -> int:
+        """Index of the token in which the text after the thought begins, `start` or later; the number of tokens if
+        there is none yet."""
+
+        def answers(num: int) -> bool:
+            written = self._decode(output_ids[:num], skip_special_tokens=False)
+            return thought_end(written, marks) < len(written)
+
+        if self._answer_token < 0:
+            found = start + bisect_left(range(start + 1, len(output_ids) + 1), True, key=answers)
+            if found == len(output_ids):
+                return found
+            self._answer_token = found
+        return self._answer_token
 
     def update(self, tokens: Sequence[int], reach: int) -> str:
         """Read the output; returns the text after the text settled before, if the output ended here.

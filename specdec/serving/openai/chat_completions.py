@@ -1,6 +1,7 @@
 """POST /v1/chat/completions: answers messages through the model's chat template, whole or streamed."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,7 +21,8 @@ from specdec.serving.openai.protocol import ChatRequest
 from specdec.serving.openai.sampling_fields import require_logprobs, sampling_params, truncate_prompt
 from specdec.serving.openai.text_answer import TextAnswer, whole_delta
 from specdec.serving.state import ServeState, StateDep
-from specdec.serving.tools.answer_parser import AnswerParser, AnswerReader, reasoning_format
+from specdec.serving.tools.answer_parser import AnswerParser, AnswerReader
+from specdec.serving.tools.reasoning_formats import reasoning_format
 from specdec.serving.tools.tool_choice import ToolChoice
 
 router = APIRouter(route_class=BodyRoute)
@@ -57,12 +59,26 @@ class ChatTextAnswer(TextAnswer):
             prompt = truncate_prompt(body, engine, prompt, params.max_new_tokens)
             params = await engine.off_loop(partial(self._make_params, len(prompt)))
         self.prompts = [prompt]
+        if params.stop:
+            parser = await engine.off_loop(partial(self._make_parser, params))
+            params = replace(params, thought_marks=parser.thought_marks)
         return params
 
     def make_reader(self) -> AnswerReader:
+        return AnswerReader(
+            self.tokenizer,
+            self._make_parser(self.params),
+            self.params.stop_strings,
+            max_calls=self.choice.max_calls,
+            show_drafts=self.body.show_drafts,
+            scored=self.scored and bool(self.body.logprobs),
+        )
+
+    def _make_parser(self, params: SamplingParams) -> AnswerParser:
+        """Make the parser of an answer, which has read what the prompt has begun."""
         body, thoughts = self.body, reasoning_format(self.settings.reasoning_parser)
         kind, native = self.choice.parser, self.state.tool_parser
-        if self.params.grammar is not None:  # a grammar leaves no room for thoughts
+        if params.grammar is not None:  # a grammar leaves no room for thoughts
             thoughts = None
         elif kind is None and native is not None and native.thinks:
             kind = native
@@ -70,14 +86,7 @@ class ChatTextAnswer(TextAnswer):
         prompt_end = self.tokenizer.decode(self.prompts[0][-PROMPT_END:], skip_special_tokens=False)
         last = body.messages[-1].content if body.continue_final_message else ""
         parser.prime(parser.begun_by(prompt_end, last if isinstance(last, str) else prompt_end))
-        return AnswerReader(
-            self.tokenizer,
-            parser,
-            self.params.stop_strings,
-            max_calls=self.choice.max_calls,
-            show_drafts=body.show_drafts,
-            scored=self.scored and bool(body.logprobs),
-        )
+        return parser
 
     def _make_params(self, prompt_len: int) -> SamplingParams:
         body = self.body

@@ -20,43 +20,17 @@ import string
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from specdec.errors import StoppingError, require_one_of
+from specdec.errors import StoppingError
 from specdec.runtime.request_output import GenerationOutput, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Event, EventTokens, Kind, Piece, Text
 from specdec.serving.tools.character_reader import CharacterReader, CutOff, NotACall, Reading
+from specdec.serving.tools.reasoning_formats import ReasoningFormat
 from specdec.text.detokenize import DraftColours
+from specdec.text.stop_strings import ThoughtMarks
 from specdec.text.token_texts import TokenTexts
-
-
-class ReasoningFormat(NamedTuple):
-    """How a model marks its thoughts.
-
-    opens, closes: the markers. always: the answer begins with a thought, even without the marker. again: more thoughts
-    may follow text.
-    """
-
-    opens: str
-    closes: str
-    always: bool = False
-    again: bool = False
-
-
-REASONING: dict[str, ReasoningFormat] = {
-    "deepseek_r1": ReasoningFormat("<think>", "</think>", always=True),
-    "qwen3": ReasoningFormat("<think>", "</think>"),
-    "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", again=True),
-    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
-}
-"""Values of `--reasoning-parser`."""
-
-
-def reasoning_format(name: str) -> ReasoningFormat | None:
-    """Find a format by name; None for "none". Raises ConfigError for an unknown name."""
-    require_one_of("reasoning_parser", name, ("none", *REASONING))
-    return REASONING.get(name)
 
 
 class AnswerParser(CharacterReader):
@@ -115,6 +89,14 @@ class AnswerParser(CharacterReader):
         """Tokens that the text must contain, whether special or not."""
         form = self._thoughts
         return self.special if form is None else (*self.special, form.opens.removesuffix("thought"), form.closes)
+
+    @property
+    def thought_marks(self) -> ThoughtMarks | None:
+        """Marks of the thought at the answer's beginning, as far as the prompt has not read them; None: no thought."""
+        form = self._thoughts
+        if form is None or not (self._thinking or self._may_think):
+            return None
+        return "" if self._thinking else form.opens, form.closes
 
     def begun_by(self, prompt_end: str, continued: str = "") -> str:
         """The end of a prompt that `prime` must read. continued: text of an answer that the prompt continues."""

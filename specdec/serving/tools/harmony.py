@@ -15,10 +15,12 @@ from contextlib import suppress
 from specdec.serving.tools.answer_events import Kind
 from specdec.serving.tools.character_reader import NAME, CutOff, NotACall, Reading
 from specdec.serving.tools.tool_json import JsonToolParser
+from specdec.text.stop_strings import ThoughtMarks
 
 START, ROLE, MESSAGE, CALL = "<|start|>", "assistant", "<|message|>", "<|call|>"
 ENDS = ("<|end|>", "<|return|>", CALL)
 WITHIN_HEADERS = ("<|channel|>", "<|constrain|>")
+THOUGHT = "<|channel|>analysis"
 MAX_HEADER = 257
 RECIPIENT = re.compile(r"to=([^\s<]+)")
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
@@ -33,6 +35,10 @@ class HarmonyParser(JsonToolParser):
     signs = ("<|channel|>", FUNCTIONS)
     thinks = True
     _text_kind: Kind = "content"  # kind of text without a header
+
+    @property
+    def thought_marks(self) -> ThoughtMarks:
+        return "" if self._text_kind == "thought" else THOUGHT, ENDS[0]
 
     def begun_by(self, prompt_end: str, continued: str = "") -> str:
         """The header that the prompt begins."""
