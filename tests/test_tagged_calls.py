@@ -117,3 +117,10 @@ def test_a_text_of_minimax_is_read_as_it_is_written(text):
     tools = {"f": {"properties": {"a": {"type": "string"}}}}
     content, [(_, arguments)] = parsed("minimax_m2", [invoked("f", {"a": text})], tools=tools)
     assert content == "" and json.loads(arguments) == {"a": text}
+
+
+def test_a_value_of_minimax_that_is_not_closed_ends_where_another_parameter_begins():
+    tools = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}}
+    text = invoked("f", {"a": "<parameter>", "b": 1}).replace("</parameter>", "", 1)
+    content, [(_, arguments)] = parsed("minimax_m2", text, tools=tools)
+    assert content == "" and json.loads(arguments) == {"a": "<parameter>\n", "b": 1}

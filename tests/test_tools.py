@@ -193,6 +193,7 @@ CASES = {
         ('<minimax:tool_call><invoke name="f"></invoke> B', " B", [("f", "{}")]),
         ('<minimax:tool_call><invoke name="f"></invoke><invoke name=f></invoke>', "<invoke name=f></invoke>",
          [("f", "{}")]),
+        ('<minimax:tool_call><invoke name="f"></invoke><invoke name="g', '<invoke name="g', [("f", "{}")]),
         ('<minimax:tool_call><tool_name>f</tool_name></minimax:tool_call>', None, []),
         ('So: <invoke name="f"></invoke>', None, []),
     ],
