@@ -44,12 +44,15 @@ SPECIAL = tuple(
     <|tool_call> <tool_call|> <|"|> <|channel> <channel|> <|turn> <turn|> <|think|>
     <start_function_call> <end_function_call> <escape> <|tool_call|> <|/tool_call|>
     <|channel|> <|message|> <|start|> <|end|> <|call|> <|return|> <|constrain|>
+    <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜>
+    <|tool_calls_section_begin|> <|tool_calls_section_end|>
+    <|tool_call_begin|> <|tool_call_end|> <|tool_call_argument_begin|>
     <|START_ACTION|> <|END_ACTION|> <|START_THINKING|> <|END_THINKING|>
     """.split()
 )
 """Tokens that a detokenizer leaves out."""
-ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-"""Added tokens that are text, as in Qwen3."""
+ADDED = ("<tool_call>", "</tool_call>", "<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>")
+"""Added tokens that are text, as in Qwen3 and MiniMax-M2."""
 WORDS = (
     *("\n\n", "}\n", "}}", '"}', '":', '", "', ">\n", ">\n\n", "</", "><", "},"),
     *("<function", "<parameter", "parameter>"),

@@ -12,7 +12,8 @@ from itertools import groupby
 
 import httpx
 import pytest
-from reciting import SPECIAL, reciting
+from answer_formats import FORMATS, HARMONY_TEXT
+from reciting import ADDED, SPECIAL, reciting
 
 from specdec.serving.openai import chat_message
 from specdec.serving.responses import response_events
@@ -28,62 +29,6 @@ TOOLS = {
 }  # fmt: skip
 RESPONSE_TOOLS = [{"type": "function", "name": name, "parameters": tool} for name, tool in TOOLS.items()]
 WORDS = ("Eight, < 9", "née", "😀", "a > b", "{x}", "[1]", "the end.", "42", '"quoted"', "line\nline", "to=f", "|>")
-
-
-def tagged(name, arguments):
-    written = "".join(
-        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
-        for key, value in arguments.items()
-    )
-    return f"<tool_call>\n<function={name}>\n{written}</function>\n</tool_call>"
-
-
-def as_glm(name, arguments):
-    values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
-    written = "".join(f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key, value in values.items())
-    return f"<tool_call>{name}{written}</tool_call>"
-
-
-def as_gemma(value, quote='<|"|>'):
-    if isinstance(value, str):
-        return f"{quote}{value}{quote}"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{as_gemma(each, quote)}" for key, each in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(as_gemma(each, quote) for each in value) + "]"
-    return json.dumps(value)
-
-
-def called(form):
-    return lambda name, arguments: form % json.dumps({"name": name, "arguments": arguments})
-
-
-THINK, CHANNEL = "<think>\n%s\n</think>\n\n", "<|channel>thought\n%s\n<channel|>"
-# parser, thoughts, how a call and a thought are written
-FORMATS = {
-    "qwen": ("hermes", "qwen3", called("<tool_call>\n%s\n</tool_call>"), THINK),
-    "coder": ("hermes", "none", tagged, None),
-    "glm": ("hermes", "qwen3", as_glm, THINK),
-    "r1": ("hermes", "deepseek_r1", called("<tool_call>%s</tool_call>"), THINK),
-    "gemma": ("gemma4", "gemma4", lambda f, args: f"<|tool_call>call:{f}{as_gemma(args)}<tool_call|>", CHANNEL),
-    "functiongemma": (
-        *("functiongemma", "none"),
-        lambda f, args: f"<start_function_call>call:{f}{as_gemma(args, '<escape>')}<end_function_call>",
-        None,
-    ),
-    "mistral": ("mistral", "mistral", lambda f, args: f"[TOOL_CALLS]{f}[ARGS]{json.dumps(args)}", "[THINK]%s[/THINK]"),
-    "granite": ("granite", "none", called("<|tool_call|>[%s]<|/tool_call|>"), None),
-    "cohere": ("cohere", "none", called("<|START_ACTION|>[%s]<|END_ACTION|>"), None),
-    "harmony": (
-        *("harmony", "none"),
-        lambda f, args: (
-            f"<|start|>assistant<|channel|>commentary to=functions.{f} <|constrain|>json<|message|>{json.dumps(args)}"
-            "<|call|>"
-        ),
-        "<|start|>assistant<|channel|>analysis<|message|>%s<|end|>",
-    ),
-}
-HARMONY_TEXT = "<|start|>assistant<|channel|>final<|message|>%s<|end|>"
 
 
 def well_written(name, rng):
@@ -120,9 +65,7 @@ def broken(name, rng):
     """Pieces of a well written text and of marks, in any order; or one within another, as if it were quoted."""
     text, _ = well_written(name, rng)
     other, _ = well_written(name, rng)
-    marks = [
-        mark for mark in (*SPECIAL[1:], "<think>", "</think>", "<tool_call>", "</tool_call>", "</parameter>") if mark
-    ]
+    marks = [*SPECIAL[1:], *ADDED, "</parameter>"]
     for _ in range(rng.randint(1, 4)):
         at = rng.randint(0, len(text))
         match rng.randrange(4):

@@ -1,8 +1,11 @@
-"""Calls of Qwen3-Coder and GLM, whose values have no quotes: their types, their ends, and markers that are missing."""
+"""Calls whose values have no quotes, of Qwen3-Coder, GLM and MiniMax: types, ends, and markers that are missing."""
 
 import json
 
 import pytest
+from answer_formats import invoked
+from hypothesis import given
+from hypothesis import strategies as st
 from test_tools import gathered, parsed
 
 from specdec.serving.openai.chat_template import arguments_of
@@ -107,3 +110,17 @@ def test_markers_that_end_a_value_without_quotes(text, expected):
         assert arguments.strip() in ('{"a": "one"', '{"a": "Par')
     else:
         assert json.loads(arguments) == expected
+
+
+@given(text=st.text() | st.sampled_from(["\nline\n", " 3", "null", "a < b", "</", "<invoke", "</invoke>", CODE]))
+def test_a_text_of_minimax_is_read_as_it_is_written(text):
+    tools = {"f": {"properties": {"a": {"type": "string"}}}}
+    content, [(_, arguments)] = parsed("minimax_m2", [invoked("f", {"a": text})], tools=tools)
+    assert content == "" and json.loads(arguments) == {"a": text}
+
+
+def test_a_value_of_minimax_that_is_not_closed_ends_where_another_parameter_begins():
+    tools = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}}
+    text = invoked("f", {"a": "<parameter>", "b": 1}).replace("</parameter>", "", 1)
+    content, [(_, arguments)] = parsed("minimax_m2", text, tools=tools)
+    assert content == "" and json.loads(arguments) == {"a": "<parameter>\n", "b": 1}

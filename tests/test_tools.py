@@ -5,9 +5,9 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from answer_formats import FORMATS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ordered_answers import FORMATS
 from tokenizers import AddedToken
 
 from specdec import SpecDecError
@@ -151,6 +151,52 @@ CASES = {
         ("<|channel|>final<|message|>Yes.<|end|><|start|>assis", "Yes.", []),
         ("<|channel|>" + "x" * 300, None, []),
     ],
+    "deepseek_v3": [
+        ("A<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{\"city\": \"Paris\"}<｜tool▁call▁end｜>"
+         "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>\nB", "A\nB",
+         [WEATHER, ("g", "{}")]),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜>\n"
+         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "",
+         [("f", "{}"), ("g", "{}")]),
+        # marks that are missing
+        ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}\n<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁calls▁end｜> B", " B",
+         [("f", "{}"), ("g", "{}")]),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{} ```B", " ```B", [("f", "{}")]),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>type<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜>",
+         None, []),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>[]<｜tool▁call▁end｜>", None, []),
+        ("<｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> ```json\n{}\n```", None, []),
+        ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁call▁begin｜>g<｜tool▁sep｜>x",
+         "<｜tool▁call▁begin｜>g<｜tool▁sep｜>x", [("f", "{}")]),
+        ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>```json\n{\"a\": [1\n```<｜tool▁call▁end｜>", "```<｜tool▁call▁end｜>",
+         [("f", '{"a": [1\n')]),
+    ],
+    "kimi_k2": [
+        ("A <|tool_calls_section_begin|> <|tool_call_begin|>\nfunctions.weather:0 <|tool_call_argument_begin|> "
+         '{"city": "Paris"} <|tool_call_end|><|tool_call_begin|>a.b:c:12<|tool_call_argument_begin|>{}<|tool_call_end|>'
+         " <|tool_calls_section_end|> B", "A  B", [WEATHER, ("a.b:c", "{}")]),
+        ("<|tool_call_begin|>f:0<|tool_call_argument_begin|>{}<|tool_calls_section_end|>", "", [("f", "{}")]),
+        ("<|tool_call_begin|>call_59ad<|tool_call_argument_begin|>{}<|tool_call_end|>", None, []),
+        ("<|tool_call_begin|>functions.two words:0<|tool_call_argument_begin|>{}<|tool_call_end|>", None, []),
+        ("<|tool_calls_section_begin|><|tool_calls_section_end|>", None, []),
+        ('<|tool_call_begin|>f:0<|tool_call_argument_begin|>{"a": oops}<|tool_call_end|>', "oops}<|tool_call_end|>",
+         [("f", '{"a": ')]),
+    ],
+    "minimax_m2": [
+        ('A\n<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n'
+         '<invoke name="f">\n<parameter name="n" type="number">3</parameter>\n</invoke>\n</minimax:tool_call>\nB',
+         "A\n\nB", [WEATHER, ("f", '{"n": 3}')]),
+        ('<minimax:tool_call><invoke name="f" description="Run (e.g. ls)"></invoke></minimax:tool_call>', "",
+         [("f", "{}")]),
+        ('<minimax:tool_call><invoke name="f"><parameter name="a">x</parameter></minimax:tool_call>', "",
+         [("f", '{"a": "x"}')]),
+        ('<minimax:tool_call><invoke name="f"></invoke> B', " B", [("f", "{}")]),
+        ('<minimax:tool_call><invoke name="f"></invoke><invoke name=f></invoke>', "<invoke name=f></invoke>",
+         [("f", "{}")]),
+        ('<minimax:tool_call><invoke name="f"></invoke><invoke name="g', '<invoke name="g', [("f", "{}")]),
+        ('<minimax:tool_call><tool_name>f</tool_name></minimax:tool_call>', None, []),
+        ('So: <invoke name="f"></invoke>', None, []),
+    ],
     "granite": [('<|tool_call|>[{"name": "weather", "arguments": {"city": "Paris"}}]', "", [WEATHER])],
     "cohere": [
         ('<|START_ACTION|>[\n {"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Paris"}}\n]'
@@ -213,7 +259,10 @@ FRAGMENTS = st.sampled_from(
      "]", "[", ",", '"', "\\", "\n", " ", "<", "<|", "|>", "call:f", "{a:", '<|"|>', "<|tool_call>", "<tool_call|>",
      "tru", "-1e", "[TOOL_CALLS]", "[ARGS]", "f", ";", "<|python_tag|>", "<|channel|>", "<|message|>", "<|end|>",
      "to=functions.f", "<function=f>", "<parameter=a>", "</parameter>", "</function>", "<arg_key>a</arg_key>",
-     "<arg_value>", "</arg_value>"]
+     "<arg_value>", "</arg_value>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json",
+     "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "f:0",
+     "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>", "<minimax:tool_call>",
+     '<invoke name="f">', '<parameter name="a">', "</invoke>", "</minimax:tool_call>"]
 )  # fmt: skip
 NAMES = st.sampled_from(sorted(PARSERS))
 
@@ -242,7 +291,7 @@ CALLS = st.tuples(st.from_regex(r"\A[a-zA-Z0-9_-]{1,20}\Z"), st.dictionaries(KEY
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in FORMATS if name not in ("coder", "glm")]
+    "name", [name for name in FORMATS if name not in ("coder", "glm", "minimax")]
 )  # whose values have no quotes
 @given(calls=st.lists(CALLS, min_size=1))
 @settings(max_examples=examples(4, 60), deadline=None)

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from specdec.errors import ConfigError, first_line, require_text, shown
+from specdec.text.call_ids import CALLED_BY_ID, with_naming_ids
 from specdec.text.content_tokens import content_tokens, require_handling
 
 Prompt = str | Sequence[int]
@@ -179,6 +180,9 @@ def _templated(tokenizer: Any, chat: list[dict[str, Any]], /, *, tokenize: bool,
     Contents are passed as the template reads them. From version 5.24 on transformers drops a content of None from its
     message, so that `content is none` is false. If a template tests for none, the content is passed here.
     """
+    own = template_text(options.get("chat_template")) + template_text(getattr(tokenizer, "chat_template", None))
+    if CALLED_BY_ID in own:
+        chat = with_naming_ids(chat)
     if getattr(type(tokenizer), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template:
         template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
         chat = [_as_read(message, *contents_read(tokenizer, template)) for message in chat]

@@ -2,8 +2,8 @@
 the tool's schema decides their type."""
 
 from specdec.serving.tools.character_reader import CutOff, Reading, require_syntax
-from specdec.serving.tools.qwen_coder import BLOCK_ENDS, TaggedCallParser
 from specdec.serving.tools.schema_types import ANY_TYPE, parameter_types
+from specdec.serving.tools.tagged_calls import TaggedCallParser
 from specdec.serving.tools.tool_json import quoted, typed
 
 KEY_OPENS, KEY_ENDS, VALUE_OPENS, VALUE_ENDS = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
@@ -14,11 +14,12 @@ class GlmCallParser(TaggedCallParser):
 
     def _glm_call(self) -> Reading[None]:
         """Read a call from its name on. One without arguments is a call only of a known tool."""
+        block_ends = self.tags.block_ends
         name = yield from self._name()
-        require_syntax((yield from self._precedes(KEY_OPENS, *([BLOCK_ENDS] if name in self._tools else []))))
+        require_syntax((yield from self._precedes(KEY_OPENS, *([block_ends] if name in self._tools else []))))
         self._begin_call(name)
         schema, separator = self._tools.get(name), "{"
-        while (key := (yield from self._next_key(KEY_OPENS, KEY_ENDS, BLOCK_ENDS))) is not None:
+        while (key := (yield from self._next_key(KEY_OPENS, KEY_ENDS, block_ends))) is not None:
             types = ANY_TYPE if schema is None else parameter_types(schema, key)
             head = f"{separator}{quoted(key)}: "
             self._release()

@@ -13,7 +13,8 @@ from specdec.serving.tools.answer_parser import AnswerParser
 from specdec.serving.tools.character_reader import Reading, require_syntax
 from specdec.serving.tools.glm_calls import GlmCallParser
 from specdec.serving.tools.harmony import HarmonyParser
-from specdec.serving.tools.qwen_coder import BLOCK_ENDS, CALL_ENDS, CALL_OPENS, NEXT
+from specdec.serving.tools.sectioned_calls import DeepSeekParser, KimiParser
+from specdec.serving.tools.tagged_calls import TaggedCallParser, Tags
 from specdec.serving.tools.tool_json import JsonToolParser
 
 
@@ -25,16 +26,17 @@ class HermesParser(JsonToolParser, GlmCallParser):
     special = ("<tool_call>", "</tool_call>")
 
     def _call(self) -> Reading[None]:
-        if not (yield from self._sees(CALL_OPENS)):
+        tags = self.tags
+        if not (yield from self._sees(tags.call_opens)):
             yield from super()._call()
             return
         require_syntax((yield from self._name()) in self._tools)
-        yield from self._expect(">")
-        yield from self._one_of(NEXT, CALL_ENDS)
+        yield from self._expect(tags.name_ends)
+        yield from self._one_of(tags.key_opens, tags.call_ends)
         self._back_to(0)
         yield from self._tagged_call()
-        if (yield from self._precedes(BLOCK_ENDS)):
-            yield from self._close(BLOCK_ENDS)
+        if (yield from self._precedes(tags.block_ends)):
+            yield from self._close(tags.block_ends)
 
     def _calls(self) -> Reading[None]:
         char = yield from self._peek()
@@ -115,6 +117,27 @@ class CohereParser(JsonToolParser):
     special = ("<|START_ACTION|>", "<|END_ACTION|>")
 
 
+class MiniMaxParser(TaggedCallParser):
+    """MiniMax-M2: <minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>...
+    </minimax:tool_call>."""
+
+    special = ("<minimax:tool_call>", "</minimax:tool_call>")
+    tags = Tags('<invoke name="', '<parameter name="', '"', "</invoke>", special[1], on_lines=False)
+
+    def _call(self) -> Reading[None]:
+        yield from self._expect(self.special[0])
+        mark = self.tags.call_opens
+        while mark != self.tags.block_ends:
+            self._phase = ""
+            yield from self._peek()
+            yield from self._tagged_call()
+            self._phase = "closing"
+            self._release()
+            mark = yield from self._one_of(self.tags.block_ends, self.tags.call_opens)
+            self._back_to(0)
+        yield from self._close(mark)
+
+
 PARSERS: dict[str, type[AnswerParser]] = {
     "gemma4": GemmaParser,
     "functiongemma": FunctionGemmaParser,
@@ -122,6 +145,9 @@ PARSERS: dict[str, type[AnswerParser]] = {
     "harmony": HarmonyParser,
     "cohere": CohereParser,
     "granite": GraniteParser,
+    "deepseek_v3": DeepSeekParser,
+    "kimi_k2": KimiParser,
+    "minimax_m2": MiniMaxParser,
     "hermes": HermesParser,
     "llama": LlamaParser,
 }
