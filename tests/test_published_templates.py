@@ -11,7 +11,7 @@ from test_tools import gathered
 
 from specdec.serving.openai.chat_template import arguments_of
 from specdec.serving.tools.answer_events import CallEnd, Text
-from specdec.serving.tools.answer_parser import REASONING
+from specdec.serving.tools.reasoning_formats import REASONING
 from specdec.serving.tools.tool_parsers import PARSERS, tool_parser_for
 from specdec.text.call_ids import with_naming_ids
 
