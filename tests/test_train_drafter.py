@@ -23,7 +23,7 @@ from specdec.cli.app import app
 from specdec.errors import ConfigError
 from specdec.modules.transformers_names import cache_argument
 from specdec.progress import Stage
-from specdec.training import output_folder, train_drafter, training_loop
+from specdec.training import head_training, output_folder, train_drafter, training_loop
 from specdec.training.draft_loss import draft_loss
 from specdec.training.target_answers import prompt_source, warn_of_repetition
 from specdec.training.train_settings import TrainSettings
@@ -76,6 +76,8 @@ def run(target: Path, prompts: Path, out: Path, more: str = "") -> dict[str, Any
 def test_prompts_that_are_answered_again_are_a_warning(prompts, caplog) -> None:
     """The default of 4,000 answers over a few prompts said nothing. A tenth of a file is kept for the report."""
     assert prompt_source([prompts, prompts], seed=0).num_prompts == 36
+    # of a file given twice, the report asked each prompt twice
+    assert len(prompt_source([prompts, prompts.parent / "." / prompts.name], seed=0).kept) == 4
     warn_of_repetition(36, 36)
     assert not caplog.messages
     warn_of_repetition(4000, 36)
@@ -340,10 +342,13 @@ def test_an_interrupted_run_keeps_what_it_has(monkeypatch, checkpoint, prompts, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
 def test_a_run_interrupted_in_an_update_ends_with_the_weights_of_one_that_was_not(
-    monkeypatch, checkpoint, prompts, tmp_path
+    kind, monkeypatch, checkpoint, prompts, tmp_path
 ) -> None:
-    run(checkpoint, prompts, tmp_path / "whole")
+    monkeypatch.setattr(head_training, "BLOCKS", 2)  # of the places in a row
+    more = f"--kind {kind} --mask-token 3" if kind == "block" else f"--kind {kind}"
+    run(checkpoint, prompts, tmp_path / "whole", more)
     outer, calls = torch.optim.AdamW.step, []
 
     def step(optimizer, *args):
@@ -356,10 +361,10 @@ def test_a_run_interrupted_in_an_update_ends_with_the_weights_of_one_that_was_no
     with monkeypatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "step", step)
         with pytest.raises(SystemExit, match="130"):
-            run(checkpoint, prompts, tmp_path / "stopped")
+            run(checkpoint, prompts, tmp_path / "stopped", more)
     signal.signal(signal.SIGINT, before)
     assert torch.load(tmp_path / "stopped" / "training" / "state.pt")["step"] == 3
-    assert run(checkpoint, prompts, tmp_path / "stopped")["steps"] == 4
+    assert run(checkpoint, prompts, tmp_path / "stopped", more)["steps"] == 4
     whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "stopped"))
     torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
 

@@ -172,6 +172,26 @@ def test_the_loss_is_the_cross_entropy_with_the_targets_distribution(make_target
     torch.testing.assert_close(got, want)
 
 
+def test_the_mean_loss_of_processes_is_that_of_all_their_rows(make_target, monkeypatch) -> None:
+    """A process with few tokens of answers weighed as much as one with many."""
+    target = TargetModel(make_target("llama"))
+    batch = batch_of(documents([(12, 3), (12, 9)]), 12)
+    hidden = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(0))
+    drafter = Scaled(target, torch.linspace(-1, 1, 96), None)
+    whole = draft_loss(drafter, batch, {"hidden": hidden}, 2)
+    counts = torch.tensor([[9.0, 9.0], [3.0, 3.0]])  # of each process and draft step
+
+    def mean(own: torch.Tensor, how: str) -> torch.Tensor:
+        assert how == "mean" and own.tolist() in counts.tolist()
+        return counts.mean(0)
+
+    monkeypatch.setattr("specdec.training.draft_loss.reduce", mean)
+    shares = [
+        draft_loss(drafter, PackedRows(*(x[i, None] for x in batch)), {"hidden": hidden[i, None]}, 2) for i in (0, 1)
+    ]
+    torch.testing.assert_close(torch.stack(shares).mean(), whole)
+
+
 # MTP modules
 
 
@@ -231,6 +251,16 @@ def test_a_neutral_norm_scales_nothing(make_target: Any) -> None:
 
 
 # batches
+
+
+def test_a_run_of_steps_follows_no_clock(tmp_path: Path) -> None:
+    """The time of the first updates gave their rates, so that two runs with a seed ended with other weights."""
+    settings = TrainSettings(target="", prompts=[], out=tmp_path, minutes=10, steps=100)
+    assert [training_loop.run_fraction(settings, 1, seconds) for seconds in (1e-3, 20.0)] == [0.01, 0.01]
+    assert training_loop.run_fraction(settings, 1, 600.0) == 1.0 == training_loop.run_fraction(settings, 100, 20.0)
+    timed = TrainSettings(target="", prompts=[], out=tmp_path, minutes=10)
+    assert training_loop.run_fraction(timed, 1, 300.0) == 0.5
+
 
 LENGTH, ROWS = 12, 4
 

@@ -57,14 +57,15 @@ def prompt_source(files: Sequence[Path], seed: int) -> PromptSource:
     count: dict[Path, int] = {}
     sources: list[Iterator[Chat]] = []
     kept: list[list[Chat]] = []
-    for turn, file in enumerate(files):  # a file given twice counts twice, in another order
+    for turn, file in enumerate(files):  # a file given twice is asked twice, in another order, and kept once
         lines = read_prompt_file(file)
         cut = max(1, min(200, len(lines) // 10))
         train = lines[:-cut]
         random.Random(seed + turn).shuffle(train)
-        count[file] = len(train)
         sources.append(itertools.cycle(train))
-        kept.append(lines[-cut:])
+        if file.resolve() not in count:
+            kept.append(lines[-cut:])
+        count[file.resolve()] = len(train)
     turns = itertools.chain.from_iterable(zip(*sources, strict=False))
     reported = [p for group in itertools.zip_longest(*kept) for p in group if p is not None]
     return PromptSource(turns, sum(count.values()), reported)
