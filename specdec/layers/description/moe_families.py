@@ -51,15 +51,20 @@ MIXTURES = {
 
 UNFUSED = (
     *("afmoe", "axk1", "cohere2_moe", "deepseek_v2", "dots1", "flex_olmo", "glm4v_moe", "hunyuan_v1_moe", "laguna"),
-    *("minimax_m2", "olmoe", "phimoe", "qwen3_vl_moe", "solar_open"),
+    *("lfm2_moe", "minimax_m2", "olmoe", "phimoe", "qwen3_omni_moe", "qwen3_vl_moe", "solar_open"),
 )
 """Folders of families whose experts are those of Qwen3-MoE, and whose layers have no fused form."""
 
 EXPERTS = MIXTURES | dict.fromkeys(UNFUSED, MoeTraits())
 """Folder of each family whose experts are known."""
 
-ACTIVATIONS: dict[type[nn.Module], str] = {GELUTanh: "gelu_tanh", nn.SiLU: "silu", SiLUActivation: "silu"}
-"""The kernels' names for activations of transformers."""
+ACTIVATIONS: dict[Any, str] = {
+    GELUTanh: "gelu_tanh",
+    nn.SiLU: "silu",
+    SiLUActivation: "silu",
+    nn.functional.silu: "silu",
+}
+"""The kernels' names for activations of transformers: classes of modules, and functions."""
 
 MIN_SUM = 1e-20
 """The epsilon that DeepSeek's routers add to the divisor of weights."""
@@ -115,7 +120,9 @@ def experts_of(module: nn.Module) -> Experts | None:
     if mixture is None:
         return None
     limit = getattr(m, "limit", 0.0)
-    activation = ACTIVATIONS.get(type(m.act_fn)) if hasattr(m, "act_fn") else "swiglu_clamped"
+    activation: str | None = "swiglu_clamped"
+    if hasattr(m, "act_fn"):
+        activation = ACTIVATIONS.get(type(m.act_fn)) or ACTIVATIONS.get(m.act_fn)
     if mixture.clamped and limit < float("inf"):
         activation = "silu_clamped" if activation == "silu" else None
     if activation is None:
