@@ -146,6 +146,8 @@ def test_a_run_leaves_a_drafter_that_loads(kind, checkpoint, prompts, tmp_path, 
     if kind == "block":
         spec = engine.drafter.spec
         assert (spec.block_size, spec.causal, spec.num_layers) == (4, True, 1)
+        stored = json.loads((out / "config.json").read_text())["dflash_config"]
+        assert stored["causal_head"] and stored["causal"]  # JetSpec's name and vLLM's
     plain = Engine(engine.target, None, config=config)
     prompt = byte_tokenizer("What is 3?")["input_ids"]
     params = SamplingParams(max_new_tokens=12)
