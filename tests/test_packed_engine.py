@@ -15,10 +15,8 @@ import torch
 from packed_checkpoints import FORMS, quantise, set_config
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
-    HunYuanMoEV1Config,
-    Lfm2MoeConfig,
-    MiniMaxM2Config,
     Mxfp4Config,
     NanoChatConfig,
     NanoChatForCausalLM,
@@ -41,7 +39,7 @@ from specdec.models.weight_storage import is_quantised, weights_in_words
 
 from inside import packed_values
 from marks import deep, deep_cases, examples, is_deep, usual_cases
-from tiny_families import FULL, VOCAB, build_target, random_eagle3, spread
+from tiny_families import FULL, LINEAR, NEMOTRON, VOCAB, build_target, random_eagle3, spread
 
 NEW = examples(8, 16)
 GREEDY = SamplingParams(max_new_tokens=NEW)
@@ -274,26 +272,27 @@ def test_a_folder_is_served_with_deterministic_rows(family, form, packed_pair, g
         assert one.logprobs == other.logprobs
 
 
+MOE = {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32}
 MIXTURES = {
-    "minimax_m2": (MiniMaxM2Config, {"rotary_dim": 4, "num_local_experts": 3, "num_experts_per_tok": 2}),
-    "hunyuan_v1_moe": (HunYuanMoEV1Config, {"num_experts": 3, "moe_topk": 2}),  # its router is quantised too
-    "lfm2_moe": (Lfm2MoeConfig, {"moe_intermediate_size": 32, "num_dense_layers": 0, "layer_types": [FULL] * 2}),
+    "minimax_m2": {"head_dim": 8, "rotary_dim": 4, "num_local_experts": 3, "num_experts_per_tok": 2},
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 3, "moe_topk": 2},  # its router is quantised too
+    "lfm2_moe": {**MOE, "num_dense_layers": 0, "layer_types": [FULL] * 2},
+    "nemotron_h": {**NEMOTRON, **MOE, "layer_types": [LINEAR, FULL, "moe"], "head_dim": 8},  # experts without gates
 }
 
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_a_mixture_is_served_as_it_is_published(family, greedy_oracle, random_prompt, tmp_path):
     """In FP8, with experts one by one, which were refused."""
-    make_config, fields = MIXTURES[family]
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB, "bos_token_id": None}
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "eos_token_id": None}
-    config = make_config(**heads, **sizes, **({} if family == "lfm2_moe" else {"head_dim": 8}), **fields)
+    config = AutoConfig.for_model(family, **{**heads, **sizes, **MIXTURES[family]})
     spread(AutoModelForCausalLM.from_config(config)).save_pretrained(tmp_path / "source")
     folder, plain = quantise(tmp_path / "source", FORMS["fp8-block"], tmp_path)
     oracle, prompt = Checkpoint.from_name(str(plain)).load(torch.float32, CPU), random_prompt(9)
     with Engine.from_pretrained(str(folder), "ngram", config=EngineConfig(max_model_len=32)) as engine:
         kinds = {name: type(each).__name__ for name, each in engine.target.decoder.named_modules()}
-        assert {kinds[name] for name in kinds if name.endswith("experts")} == {"PackedExperts"}
+        assert {kinds[name] for name in kinds if name.endswith(".experts")} == {"PackedExperts"}
         assert {kinds[name] for name in kinds if name.endswith("wg")} <= {"PackedLinear"}
         assert engine.generate(prompt, GREEDY)[0].token_ids == greedy_oracle(oracle, prompt, NEW)
 

@@ -88,6 +88,8 @@ class PackedExperts(nn.Module):
 
     def _gate(self, hidden: torch.Tensor) -> torch.Tensor:
         how = self._described
+        if how.activation == "relu2":
+            return hidden.relu().square()
         gate, up = (hidden[..., ::2], hidden[..., 1::2]) if how.interleaved else hidden.chunk(2, dim=-1)
         if how.activation != "swiglu_clamped":
             return reference_gate(gate, up, how)
