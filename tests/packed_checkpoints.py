@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-LINEAR = re.compile(r"(.*\.layers\..*\.(?:(?:[qkvo]|in|out|gate|up|down)_proj(?:_\w+)?|w[123]|per_layer\w*))\.weight")
+LINEAR = re.compile(r"(.*\.layers\..*\.(?:(?:[qkvo]|in|out|gate|up|down)_proj(?:_\w+)?|w[123g]|per_layer\w*))\.weight")
 STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 STEP = re.compile(r"(.*)\.moe\.(gate_proj|up_proj|down_proj)\.weight")
 LATENT = re.compile(r"(.*\.layers\..*\.(?:q|kv)_[ab]_proj(?:_with_mqa)?)\.weight")

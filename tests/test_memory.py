@@ -258,6 +258,16 @@ def test_mtp_modules_are_planned_as_an_engine_keeps_them(name, drafter, tmp_path
     assert planned("--drafter", "auto", *words)["weights"].keys() == {"target"}
 
 
+def test_auto_plans_no_modules_that_an_engine_cannot_use(tmp_path, monkeypatch) -> None:
+    """Their conventions are not known: an engine drafts with "suffix", and the plan was refused."""
+    monkeypatch.setattr(sizing, "free_bytes", lambda device: 10**12)
+    folder = str(publish("qwen3-tuned", tmp_path).folder)
+    report = planned("--drafter", "auto", "--target", folder, "--batch-size", "2", "--max-model-len", "64")
+    config = EngineConfig(max_batch_size=2, max_model_len=64, device="cpu")
+    with Engine.from_pretrained(folder, "auto", config=config) as engine:
+        assert {group["name"]: group["batch_bytes"] for group in report["groups"]} == engine.cache.bytes_by_group()
+
+
 def test_a_head_next_to_modules_of_the_targets_size_is_planned_as_it_is_loaded(tmp_path) -> None:
     """One rule says for both whether a checkpoint drafts by its MTP modules: a head's config.json says that it does
     not, though its sizes are the target's and its folder has modules."""

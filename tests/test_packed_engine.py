@@ -15,8 +15,8 @@ import torch
 from packed_checkpoints import FORMS, quantise, set_config
 from safetensors.torch import load_file, save_file
 from transformers import (
-    MiniMaxM2Config,
-    MiniMaxM2ForCausalLM,
+    AutoConfig,
+    AutoModelForCausalLM,
     Mxfp4Config,
     NanoChatConfig,
     NanoChatForCausalLM,
@@ -39,7 +39,7 @@ from specdec.models.weight_storage import is_quantised, weights_in_words
 
 from inside import packed_values
 from marks import deep, deep_cases, examples, is_deep, usual_cases
-from tiny_families import VOCAB, build_target, random_eagle3, spread
+from tiny_families import FULL, LINEAR, NEMOTRON, VOCAB, build_target, random_eagle3, spread
 
 NEW = examples(8, 16)
 GREEDY = SamplingParams(max_new_tokens=NEW)
@@ -184,13 +184,16 @@ def test_experts_that_are_read_for_families_without_fused_layers_are_those_of_qw
     sizes = {"hidden_size": 8, "intermediate_size": 6, "moe_intermediate_size": 6, "hidden_act": "silu"}
     config = SimpleNamespace(num_experts=3, num_local_experts=3, _experts_implementation="eager", **sizes)
     found = vars(import_module(f"transformers.models.{folder}.modeling_{folder}"))
-    [kind] = [each for name, each in found.items() if name.endswith("Experts") and each.__module__ == found["__name__"]]
-    experts, known = kind(config), Qwen3MoeExperts(config)
-    for parameter in experts.parameters():
-        torch.nn.init.normal_(parameter)
-    known.load_state_dict(experts.state_dict())
-    rows = torch.randn(5, 8), torch.tensor([[0, 2], [2, 1], [1, 0], [2, 0], [0, 1]]), torch.rand(5, 2)
-    assert experts_of(experts) is not None and torch.equal(experts(*rows), known(*rows))
+    kinds = [each for name, each in found.items() if name.endswith("Experts") and each.__module__ == found["__name__"]]
+    assert kinds
+    for kind in kinds:
+        experts, known = kind(config), Qwen3MoeExperts(config)
+        for parameter in experts.parameters():
+            torch.nn.init.normal_(parameter)
+        known.load_state_dict(experts.state_dict())
+        rows = torch.randn(5, 8), torch.tensor([[0, 2], [2, 1], [1, 0], [2, 0], [0, 1]]), torch.rand(5, 2)
+        described = experts_of(experts)
+        assert described is not None and described.activation == "silu" and torch.equal(experts(*rows), known(*rows))
 
 
 def test_experts_that_are_quantised_in_one_tensor_are_refused_as_such(tmp_path):
@@ -269,17 +272,28 @@ def test_a_folder_is_served_with_deterministic_rows(family, form, packed_pair, g
         assert one.logprobs == other.logprobs
 
 
-def test_minimax_m2_is_served_as_it_is_published(greedy_oracle, random_prompt, tmp_path):
+MOE = {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32}
+MIXTURES = {
+    "minimax_m2": {"head_dim": 8, "rotary_dim": 4, "num_local_experts": 3, "num_experts_per_tok": 2},
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 3, "moe_topk": 2},  # its router is quantised too
+    "lfm2_moe": {**MOE, "num_dense_layers": 0, "layer_types": [FULL] * 2},
+    "nemotron_h": {**NEMOTRON, **MOE, "layer_types": [LINEAR, FULL, "moe"], "head_dim": 8},  # experts without gates
+}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_mixture_is_served_as_it_is_published(family, greedy_oracle, random_prompt, tmp_path):
     """In FP8, with experts one by one, which were refused."""
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rotary_dim": 4, "vocab_size": VOCAB}
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_local_experts": 3}
-    config = MiniMaxM2Config(**heads, **sizes, num_experts_per_tok=2, bos_token_id=None, eos_token_id=None)
-    spread(MiniMaxM2ForCausalLM(config)).save_pretrained(tmp_path / "source")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB, "bos_token_id": None}
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "eos_token_id": None}
+    config = AutoConfig.for_model(family, **{**heads, **sizes, **MIXTURES[family]})
+    spread(AutoModelForCausalLM.from_config(config)).save_pretrained(tmp_path / "source")
     folder, plain = quantise(tmp_path / "source", FORMS["fp8-block"], tmp_path)
     oracle, prompt = Checkpoint.from_name(str(plain)).load(torch.float32, CPU), random_prompt(9)
     with Engine.from_pretrained(str(folder), "ngram", config=EngineConfig(max_model_len=32)) as engine:
-        kinds = {type(layer.mlp.experts).__name__ for layer in engine.target.decoder.layers}
-        assert kinds == {"PackedExperts"}
+        kinds = {name: type(each).__name__ for name, each in engine.target.decoder.named_modules()}
+        assert {kinds[name] for name in kinds if name.endswith(".experts")} == {"PackedExperts"}
+        assert {kinds[name] for name in kinds if name.endswith("wg")} <= {"PackedLinear"}
         assert engine.generate(prompt, GREEDY)[0].token_ids == greedy_oracle(oracle, prompt, NEW)
 
 

@@ -258,6 +258,18 @@ def older_name(c: Checkpoint) -> None:
     c.others["compression_config"], c.config = {**c.config, "quant_method": "sparseml"}, None
 
 
+def auto_round(packing: str) -> Any:
+    """AutoRound packs weights as GPTQ or AWQ do, under names of its own. One group size is that of some modules."""
+
+    def change(c: Checkpoint) -> None:
+        own = {"quant_method": "auto-round", "packing_format": f"auto_round:{packing}", "data_type": "int", "bits": 4}
+        size, sym = c.config["group_size"], c.config.get("sym", False)
+        others = {".*_proj$": {"group_size": size}, "lm_head": {"bits": 16, "data_type": "fp"}}
+        c.config = {**own, "sym": sym, "group_size": 2 * size, "extra_config": others}
+
+    return change
+
+
 def quantise_embeddings(c: Checkpoint) -> None:
     del c.tensors["model.embed_tokens.weight"]
     for name in ("weight_packed", "weight_scale", "weight_shape"):
@@ -536,6 +548,8 @@ SAME: dict[str, tuple[list[str], Callable[[Checkpoint], Any]]] = {
     "transforms of nothing": (CT_INT4, configured(transform_config={}, sparsity_config={})),
     "the config's older name": (["int4-g32"], older_name),
     "modules left out": (["gptq"], configured(dynamic={r"-:.*lm_head": {}})),
+    "AutoRound's names": (["gptq", "gptq-zeros"], auto_round("auto_gptq")),
+    "AutoRound's names of AWQ": (["awq"], auto_round("auto_awq")),
 }
 
 
@@ -582,6 +596,8 @@ NOT_READ = [
     ({"quant_method": "gptq", "bits": 8}, "8 bits"),
     ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
+    ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:gptqmodel"}, "auto_round:gptqmodel"),
+    ({"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}, "AutoRound, mx_fp, packing_format missing"),
     ({"quant_method": "nvfp4"}, "nvfp4"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt"),
     ({"quant_method": "exl3"}, "exl3"),
@@ -628,4 +644,6 @@ def test_a_config_that_is_malformed_or_not_read_is_one_sentence(config, said, wr
         load(tmp_path)
     assert said in str(error.value) and str(tmp_path) in str(error.value) and "\n" not in str(error.value)
     if (config, said) in NOT_READ:
-        assert isinstance(error.value, UnsupportedModelError) and "compressed-tensors, GPTQ and AWQ" in str(error.value)
+        assert isinstance(error.value, UnsupportedModelError) and "compressed-tensors, GPTQ, AWQ and AutoRound" in str(
+            error.value
+        )

@@ -23,7 +23,7 @@ from specdec.cli.app import app
 from specdec.errors import ConfigError
 from specdec.modules.transformers_names import cache_argument
 from specdec.progress import Stage
-from specdec.training import output_folder, train_drafter, training_loop
+from specdec.training import head_training, output_folder, train_drafter, training_loop
 from specdec.training.draft_loss import draft_loss
 from specdec.training.target_answers import prompt_source, warn_of_repetition
 from specdec.training.train_settings import TrainSettings
@@ -144,6 +144,8 @@ def test_a_run_leaves_a_drafter_that_loads(kind, checkpoint, prompts, tmp_path, 
     if kind == "block":
         spec = engine.drafter.spec
         assert (spec.block_size, spec.causal, spec.num_layers) == (4, True, 1)
+        stored = json.loads((out / "config.json").read_text())["dflash_config"]
+        assert stored["causal_head"] and stored["causal"]  # JetSpec's name and vLLM's
     plain = Engine(engine.target, None, config=config)
     prompt = byte_tokenizer("What is 3?")["input_ids"]
     params = SamplingParams(max_new_tokens=12)
@@ -340,10 +342,13 @@ def test_an_interrupted_run_keeps_what_it_has(monkeypatch, checkpoint, prompts, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
 def test_a_run_interrupted_in_an_update_ends_with_the_weights_of_one_that_was_not(
-    monkeypatch, checkpoint, prompts, tmp_path
+    kind, monkeypatch, checkpoint, prompts, tmp_path
 ) -> None:
-    run(checkpoint, prompts, tmp_path / "whole")
+    monkeypatch.setattr(head_training, "BLOCKS", 2)  # of the places in a row
+    more = f"--kind {kind} --mask-token 3" if kind == "block" else f"--kind {kind}"
+    run(checkpoint, prompts, tmp_path / "whole", more)
     outer, calls = torch.optim.AdamW.step, []
 
     def step(optimizer, *args):
@@ -356,10 +361,10 @@ def test_a_run_interrupted_in_an_update_ends_with_the_weights_of_one_that_was_no
     with monkeypatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "step", step)
         with pytest.raises(SystemExit, match="130"):
-            run(checkpoint, prompts, tmp_path / "stopped")
+            run(checkpoint, prompts, tmp_path / "stopped", more)
     signal.signal(signal.SIGINT, before)
     assert torch.load(tmp_path / "stopped" / "training" / "state.pt")["step"] == 3
-    assert run(checkpoint, prompts, tmp_path / "stopped")["steps"] == 4
+    assert run(checkpoint, prompts, tmp_path / "stopped", more)["steps"] == 4
     whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "stopped"))
     torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
 

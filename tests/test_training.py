@@ -1,6 +1,7 @@
 """Training without its command: prompts of a file, what rows predict, the loss, MTP modules that learn and are saved,
 and the states of batches."""
 
+import itertools
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +24,7 @@ from specdec.training.draft_loss import draft_loss
 from specdec.training.head_training import TrainableBlock, trainable_block, trainable_eagle3
 from specdec.training.native_mtp_training import neutral, trainable_native_mtp
 from specdec.training.packed_rows import PackedRows, pack_rows, predicted_rows
-from specdec.training.target_answers import read_prompt_file
+from specdec.training.target_answers import prompt_source, read_prompt_file
 from specdec.training.train_settings import TrainSettings
 from specdec.training.training_loop import MixedOptimizer, TrainingBatches
 
@@ -53,6 +54,19 @@ def test_answers_in_a_prompt_file_are_no_part_of_its_prompts(tmp_path: Path) -> 
     (tmp_path / "p.jsonl").write_text(json.dumps({"messages": [answered]}))
     with pytest.raises(ConfigError, match=r"p\.jsonl:1: 'messages' are all the assistant's"):
         read_prompt_file(tmp_path / "p.jsonl")
+
+
+def test_prompts_of_the_report_are_asked_once_and_never_trained_on(tmp_path: Path) -> None:
+    """Those of a file given twice were asked twice; those that another file has too were trained on."""
+    files = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
+    for file, numbers in zip(files, (range(20), range(15, 35), (18, 19)), strict=True):
+        file.write_text("\n".join(json.dumps({"question": str(i)}) for i in numbers))
+    source = prompt_source([files[0], tmp_path / "." / "a.jsonl", files[1]], seed=0)
+    assert [int(chat[0]["content"]) for chat in source.kept] == [18, 33, 19, 34]
+    trained = {int(chat[0]["content"]) for chat in itertools.islice(source.prompts, 200)}
+    assert trained == {*range(33)} - {18, 19} and source.num_prompts == 18 + 16
+    with pytest.raises(ConfigError, match=r"c\.jsonl: all its prompts are among those held out"):
+        prompt_source([files[0], files[2]], seed=0)
 
 
 @deep_cases("qwen3", "gemma3")
@@ -172,6 +186,26 @@ def test_the_loss_is_the_cross_entropy_with_the_targets_distribution(make_target
     torch.testing.assert_close(got, want)
 
 
+def test_the_mean_loss_of_processes_is_that_of_all_their_rows(make_target, monkeypatch) -> None:
+    """A process with few tokens of answers weighed as much as one with many."""
+    target = TargetModel(make_target("llama"))
+    batch = batch_of(documents([(12, 3), (12, 9)]), 12)
+    hidden = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(0))
+    drafter = Scaled(target, torch.linspace(-1, 1, 96), None)
+    whole = draft_loss(drafter, batch, {"hidden": hidden}, 2)
+    counts = torch.tensor([[9.0, 9.0], [3.0, 3.0]])  # of each process and draft step
+
+    def mean(own: torch.Tensor, how: str) -> torch.Tensor:
+        assert how == "mean" and own.tolist() in counts.tolist()
+        return counts.mean(0)
+
+    monkeypatch.setattr("specdec.training.draft_loss.reduce", mean)
+    shares = [
+        draft_loss(drafter, PackedRows(*(x[i, None] for x in batch)), {"hidden": hidden[i, None]}, 2) for i in (0, 1)
+    ]
+    torch.testing.assert_close(torch.stack(shares).mean(), whole)
+
+
 # MTP modules
 
 
@@ -231,6 +265,16 @@ def test_a_neutral_norm_scales_nothing(make_target: Any) -> None:
 
 
 # batches
+
+
+def test_a_run_of_steps_follows_no_clock(tmp_path: Path) -> None:
+    """The time of the first updates gave their rates, so that two runs with a seed ended with other weights."""
+    settings = TrainSettings(target="", prompts=[], out=tmp_path, minutes=10, steps=100)
+    assert [training_loop.run_fraction(settings, 1, seconds) for seconds in (1e-3, 20.0)] == [0.01, 0.01]
+    assert training_loop.run_fraction(settings, 1, 600.0) == 1.0 == training_loop.run_fraction(settings, 100, 20.0)
+    timed = TrainSettings(target="", prompts=[], out=tmp_path, minutes=10)
+    assert training_loop.run_fraction(timed, 1, 300.0) == 0.5
+
 
 LENGTH, ROWS = 12, 4
 

@@ -40,7 +40,7 @@ def read_block(folder: str | Path, target: TargetInfo) -> BlockHead:
 
 
 def write_block(folder: str | Path, head: BlockHead, target: TargetInfo) -> None:
-    """Write a head in DFlash's format, with JetSpec's `causal_head` if blocks are causal."""
+    """Write a head in DFlash's format, with JetSpec's `causal_head` and vLLM's `causal` if blocks are causal."""
     spec, state = head.spec, head.state_dict()
     special = (spec.is_gemma4, spec.shifted, spec.anchored, spec.skips_embed_norm, spec.successor)
     assert not any((*special, spec.owns_embed, spec.draft_vocab_size)), "a head that DFlash's format has no room for"
@@ -56,7 +56,7 @@ def write_block(folder: str | Path, head: BlockHead, target: TargetInfo) -> None
         DFLASH_CONFIG: {
             "mask_token_id": spec.mask_token,
             "target_layer_ids": [entered - 1 for entered in spec.aux_layers],
-            **({"causal_head": True} if spec.causal else {}),
+            **({"causal_head": True, "causal": True} if spec.causal else {}),
         },
     }
     write_folder(folder, config, state)

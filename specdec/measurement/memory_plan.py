@@ -8,6 +8,7 @@ For quantised weights and drafter heads, whose form the config does not tell, th
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from specdec.draft_models.language_model import require_stateless
 from specdec.draft_models.native_mtp.mtp_checkpoint import conventions_of, module_tensors, no_modules
 from specdec.draft_models.native_mtp.mtp_drafter import default_steps, layout_of_modules
 from specdec.draft_models.registry import AUTO, MTP, building, drafter_parts, is_drafter_config, require_target
-from specdec.errors import ConfigError, UnsupportedModelError, about, first_line
+from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, about, first_line
 from specdec.kvcache.layout import CacheField, KVLayout
 from specdec.kvcache.recurrent_state import StateShape
 from specdec.loading.drafter_loading import drafts_by_modules, meant_by_auto, require_drafter
@@ -139,10 +140,17 @@ def plan_drafter(
 ) -> PlannedDrafter:
     """Plan the model of a drafter argument; a lookup keeps nothing. model: the target's."""
     name, _ = drafter_parts(drafter)
-    if name == AUTO:
-        name = next(meant_by_auto(target, len(model.layout.layers), {**options, "local_files_only": True}), None)
-    if name is None:
+    if name == AUTO:  # as an engine, which takes the first that it can use
+        for found in meant_by_auto(target, len(model.layout.layers), {**options, "local_files_only": True}):
+            with suppress(CheckpointError, ConfigError, UnsupportedModelError):
+                return _plan_named(found, target, model, spec, options)
         return PlannedDrafter()
+    return PlannedDrafter() if name is None else _plan_named(name, target, model, spec, options)
+
+
+def _plan_named(
+    name: str, target: Checkpoint, model: ModelOnMeta, spec: SpecConfig, options: Mapping[str, Any]
+) -> PlannedDrafter:
     checkpoint = Checkpoint.from_name(target.name if name == MTP else name, options)
     described, folder = checkpoint.config, checkpoint.config_file.parent
     with about(f"drafter {name!r}"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import ClassVar, Unpack
 
 import torch
+from accelerate.utils import reduce
 from torch import nn
 
 from specdec.attention.dense import dense_attention
@@ -126,7 +127,7 @@ def draft_loss(drafter: TrainableDrafter, batch: PackedRows, known: TargetStates
     """Cross-entropy with the target's distribution over the drafter's vocabulary: mean over rows, weighted over steps.
 
     A row counts only if it predicts a token of an answer and the target's likeliest token is in the drafter's
-    vocabulary.
+    vocabulary. The mean of this loss over processes is the loss of all their rows.
     """
     device = batch.ids.device
     answers = (batch.kind == ANSWER) & (batch.pos > 0)  # row j - 1 has the distribution of token j
@@ -140,16 +141,21 @@ def draft_loss(drafter: TrainableDrafter, batch: PackedRows, known: TargetStates
             inside = torch.isin(best, drafter.target_ids)
             logits = logits[:, drafter.target_ids]
         expected = logits.float().softmax(-1)  # [M, draft V]
-    loss, total = torch.zeros((), dtype=torch.float32, device=device), 0.0
     predicted = predicted_rows(batch, steps, drafter.ahead)
     if (chosen := drafter.learnt_rows(batch)) is not None:
         predicted = [rows & chosen for rows in predicted]
-    for step, states in enumerate(drafter.drafts(batch, known, steps)):
+    learnt: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # [L] row, column, place of each draft step
+    for step in range(steps):
         rows, columns = predicted[step].nonzero(as_tuple=True)
         place = places[rows, columns + drafter.ahead + step]
         counted = inside[place]
-        scores = drafter.score(states[rows[counted], columns[counted]]).float()
-        losses = scores.logsumexp(-1) - (expected[place[counted]] * scores).sum(-1)
+        learnt.append((rows[counted], columns[counted], place[counted]))
+    counts = reduce(torch.tensor([float(len(place)) for _, _, place in learnt], device=device), "mean").tolist()
+    loss, total = torch.zeros((), dtype=torch.float32, device=device), 0.0
+    for step, states in enumerate(drafter.drafts(batch, known, steps)):
+        rows, columns, place = learnt[step]
+        scores = drafter.score(states[rows, columns]).float()
+        losses = scores.logsumexp(-1) - (expected[place] * scores).sum(-1)
         weight = STEP_DECAY**step
-        loss, total = loss + weight * losses.sum() / max(1, len(losses)), total + weight
+        loss, total = loss + weight * losses.sum() / (counts[step] or 1.0), total + weight
     return loss / total

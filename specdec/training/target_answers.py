@@ -54,20 +54,23 @@ class PromptSource(NamedTuple):
 
 
 def prompt_source(files: Sequence[Path], seed: int) -> PromptSource:
-    count: dict[Path, int] = {}
+    """Hold out the end of each file. Raises ConfigError for a file that has no other prompts."""
+    read = {file.resolve(): read_prompt_file(file) for file in files}
+    kept = [prompts[-max(1, min(200, len(prompts) // 10)) :] for prompts in read.values()]
+    held_out = {json.dumps(chat) for group in kept for chat in group}
+    trained: dict[Path, list[Chat]] = {}
+    for path, prompts in read.items():
+        trained[path] = [chat for chat in prompts if json.dumps(chat) not in held_out]
+        if not trained[path]:
+            raise ConfigError(f"{path}: all its prompts are among those held out for the report; give others")
     sources: list[Iterator[Chat]] = []
-    kept: list[list[Chat]] = []
-    for turn, file in enumerate(files):  # a file given twice counts twice, in another order
-        lines = read_prompt_file(file)
-        cut = max(1, min(200, len(lines) // 10))
-        train = lines[:-cut]
+    for turn, file in enumerate(files):  # a file given twice is asked twice, in another order
+        train = trained[file.resolve()].copy()
         random.Random(seed + turn).shuffle(train)
-        count[file] = len(train)
         sources.append(itertools.cycle(train))
-        kept.append(lines[-cut:])
     turns = itertools.chain.from_iterable(zip(*sources, strict=False))
     reported = [p for group in itertools.zip_longest(*kept) for p in group if p is not None]
-    return PromptSource(turns, sum(count.values()), reported)
+    return PromptSource(turns, sum(map(len, trained.values())), reported)
 
 
 def warn_of_repetition(answers: int, prompts: int) -> None:

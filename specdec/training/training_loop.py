@@ -127,6 +127,16 @@ def schedule(fraction: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (fraction - 0.02) / 0.98)))
 
 
+def run_fraction(settings: TrainSettings, step: int, seconds: float) -> float:
+    """Fraction of a run that is done: of --minutes, or of --steps if that is more.
+
+    Next to --steps, the first twentieth of the time does not count: else the rates of the first updates, and so the
+    weights, followed the clock.
+    """
+    timed = seconds / (60 * settings.minutes)
+    return max(step / settings.steps, (timed - 0.05) / 0.95) if settings.steps else timed
+
+
 def average_gradients(weights: list[nn.Parameter]) -> None:
     """Average over the processes of `accelerate launch`."""
     if PartialState().num_processes > 1:
@@ -137,7 +147,10 @@ def average_gradients(weights: list[nn.Parameter]) -> None:
 def train_steps(
     drafter: TrainableDrafter, batches: TrainingBatches, settings: TrainSettings, stage: Stage
 ) -> dict[str, Any]:
-    """Train for --minutes or --steps, whichever ends first; the learning rate follows the limit that is nearer."""
+    """Train for --minutes or --steps, whichever ends first; the learning rate follows the limit that is nearer.
+
+    What a step draws follows from the seed and the step, also in a run that goes on.
+    """
     optimizer = MixedOptimizer(
         torch.nn.ModuleDict(drafter.trained), settings.lr, settings.muon_lr, settings.optimizer == "muon"
     )
@@ -166,8 +179,7 @@ def train_steps(
 
     def fraction() -> float:
         """The maximum over all processes, so that all make the same decision."""
-        seconds = time.perf_counter() - start
-        ours = max(seconds / (60 * settings.minutes), step / settings.steps if settings.steps else 0.0)
+        ours = run_fraction(settings, step, time.perf_counter() - start)
         return float(gather(torch.tensor([ours], dtype=torch.float64, device=PartialState().device)).max())
 
     drafter.module.train()
@@ -179,12 +191,14 @@ def train_steps(
     try:
         while done < 1 or not step:  # at least one, so that there is a drafter
             batch, known = next(upcoming)
+            torch.manual_seed(settings.seed + step)
             loss = draft_loss(drafter, batch, known, settings.draft_steps)
             loss.backward()
             average_gradients(optimizer.parameters)
+            mean = float(reduce(loss.detach(), "mean"))
             with interruptions_wait():  # what is saved is a whole number of updates, all of them counted
                 optimizer.step(schedule(done))
-                step, value, now = step + 1, loss.item(), time.perf_counter()
+                step, value, now = step + 1, mean, time.perf_counter()
             done = fraction()
             stage.update(done, f"step {step}, loss {value:.4f}, epoch {step * batches.width / batches.count:.2f}")
             if done >= 1 or now - saved > SAVE_EVERY:

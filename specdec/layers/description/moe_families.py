@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.activations import GELUTanh, SiLUActivation
+from transformers.activations import GELUTanh, ReLUSquaredActivation, SiLUActivation
 
 from specdec.layers.moe.experts import Experts
 from specdec.layers.moe.routing import Router
@@ -20,11 +20,12 @@ from specdec.modules.transformers_names import family_name
 
 class MoeTraits(NamedTuple):
     """Facts about a mixture that its modules do not show. sigmoid, float_logits: fields of `Router`. clamped: experts
-    with a finite `limit` clamp both the output of `act_fn` and the gated factor."""
+    with a finite `limit` clamp both the output of `act_fn` and the gated factor. ungated: down(act(up))."""
 
     sigmoid: bool = False
     float_logits: bool = False
     clamped: bool = False
+    ungated: bool = False
 
 
 DEEPSEEK = MoeTraits(sigmoid=True, float_logits=True)
@@ -51,15 +52,20 @@ MIXTURES = {
 
 UNFUSED = (
     *("afmoe", "axk1", "cohere2_moe", "deepseek_v2", "dots1", "flex_olmo", "glm4v_moe", "hunyuan_v1_moe", "laguna"),
-    *("minimax_m2", "olmoe", "phimoe", "qwen3_vl_moe", "solar_open"),
+    *("lfm2_moe", "minimax_m2", "olmoe", "phimoe", "qwen3_omni_moe", "qwen3_vl_moe", "solar_open"),
 )
 """Folders of families whose experts are those of Qwen3-MoE, and whose layers have no fused form."""
 
-EXPERTS = MIXTURES | dict.fromkeys(UNFUSED, MoeTraits())
+EXPERTS = MIXTURES | dict.fromkeys(UNFUSED, MoeTraits()) | {"nemotron_h": MoeTraits(ungated=True)}
 """Folder of each family whose experts are known."""
 
-ACTIVATIONS: dict[type[nn.Module], str] = {GELUTanh: "gelu_tanh", nn.SiLU: "silu", SiLUActivation: "silu"}
-"""The kernels' names for activations of transformers."""
+ACTIVATIONS: dict[Any, str] = {
+    GELUTanh: "gelu_tanh",
+    nn.SiLU: "silu",
+    SiLUActivation: "silu",
+    nn.functional.silu: "silu",
+}
+"""The kernels' names for activations of transformers: classes of modules, and functions."""
 
 MIN_SUM = 1e-20
 """The epsilon that DeepSeek's routers add to the divisor of weights."""
@@ -114,8 +120,12 @@ def experts_of(module: nn.Module) -> Experts | None:
     mixture = mixture_of(module, "Experts")
     if mixture is None:
         return None
+    if mixture.ungated:
+        return Experts(m.up_proj, m.down_proj, "relu2") if type(m.act_fn) is ReLUSquaredActivation else None
     limit = getattr(m, "limit", 0.0)
-    activation = ACTIVATIONS.get(type(m.act_fn)) if hasattr(m, "act_fn") else "swiglu_clamped"
+    activation: str | None = "swiglu_clamped"
+    if hasattr(m, "act_fn"):
+        activation = ACTIVATIONS.get(type(m.act_fn)) or ACTIVATIONS.get(m.act_fn)
     if mixture.clamped and limit < float("inf"):
         activation = "silu_clamped" if activation == "silu" else None
     if activation is None:

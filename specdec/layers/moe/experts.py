@@ -44,7 +44,8 @@ class Experts(NamedTuple):
     interleaved: rows 2 i and 2 i + 1 of gate_up are gate and up of i; otherwise all gates come first. shared: other
     ranks have more experts. Assignments to these have expert -1, and their parts are undefined here. activation
     "swiglu_clamped": (clamp(u, -limit, limit) + 1) g sigmoid(alpha g), g the gate, at most `limit`; "silu_clamped":
-    min(silu(g), limit) clamp(u, -limit, limit).
+    min(silu(g), limit) clamp(u, -limit, limit); "relu2", which only packed modules run: no gate, relu(u)^2, and
+    gate_up [E, I, H].
     """
 
     gate_up: Weight

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from specdec.layers.moe.experts import Experts, reference_gate
-from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
+from specdec.layers.packed.packed_weight import PackedWeight, Weight, dequantised, multiply
 
 
 class PackedTensors(nn.Module):
@@ -42,6 +42,11 @@ class PackedLinear(PackedTensors):
         super().__init__(weight)
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """A dequantised copy [N, K], for classes that read the weight of a router or a head themselves."""
+        return dequantised(self.packed, self.scales.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return multiply(x, self.packed, self.bias)
@@ -83,6 +88,8 @@ class PackedExperts(nn.Module):
 
     def _gate(self, hidden: torch.Tensor) -> torch.Tensor:
         how = self._described
+        if how.activation == "relu2":
+            return hidden.relu().square()
         gate, up = (hidden[..., ::2], hidden[..., 1::2]) if how.interleaved else hidden.chunk(2, dim=-1)
         if how.activation != "swiglu_clamped":
             return reference_gate(gate, up, how)

@@ -65,6 +65,10 @@ class WeightPlace:
     number: int | None = None
 
     @property
+    def is_ungated(self) -> bool:
+        return self.experts is not None and self.experts.activation == "relu2"
+
+    @property
     def num_stacked(self) -> int | None:
         """Number of experts in one tensor of the checkpoint; None: one weight each."""
         return None if self.experts is None or self.number is not None else len(self.experts.gate_up)
@@ -232,7 +236,8 @@ class QuantisedWeights:
                         f"{path}: {count} of {num_experts} experts have a quantised {last}; experts are read where "
                         "all of a layer are"
                     )
-            if set(by_projection) not in ({"gate_up_proj", "down_proj"}, {"gate_proj", "up_proj", "down_proj"}):
+            whole = ({"gate_up_proj", "down_proj"}, {"gate_proj", "up_proj", "down_proj"})
+            if set(by_projection) not in (({"up_proj", "down_proj"},) if first.place.is_ungated else whole):
                 stem = next(iter(by_projection.values()))[0].stem
                 raise UnsupportedModelError(f"{stem} is quantised, but not all weights of its experts are")
 
@@ -262,6 +267,8 @@ def _is_idle(bias: torch.Tensor) -> bool:
 def _shapes_of(experts: Experts) -> dict[str, torch.Size]:
     """Shape [N, K] of each projection of one expert."""
     _, rows, columns = experts.gate_up.shape
+    if experts.activation == "relu2":
+        return {"up_proj": experts.gate_up.shape[1:], "down_proj": experts.down.shape[1:]}
     half = torch.Size((rows // 2, columns))
     whole = {"gate_up_proj": experts.gate_up.shape[1:], "down_proj": experts.down.shape[1:]}
     return {**whole, "gate_proj": half, "up_proj": half}

@@ -27,8 +27,8 @@ from specdec.models.quantised.formats import (
 )
 
 ALLOWED = (
-    "read are int4 weights of compressed-tensors, GPTQ and AWQ, FP8 weights by channel, tensor or block, and MXFP4 "
-    "weights of compressed-tensors and GPT-OSS; give such a checkpoint, or the one that this was made from"
+    "read are int4 weights of compressed-tensors, GPTQ, AWQ and AutoRound, FP8 weights by channel, tensor or block, "
+    "and MXFP4 weights of compressed-tensors and GPT-OSS; give such a checkpoint, or the one that this was made from"
 )
 
 REFUSED = ("nvfp4", "modelopt", "exl2", "exl3", "gguf")
@@ -270,21 +270,48 @@ def _gptq_format(config: Settings) -> WeightFormat:
     )
 
 
-def _awq(config: Settings) -> Quantization:
+def _awq_format(config: Settings) -> WeightFormat:
     bits, layout = config.get("bits", "w_bit", default=0), config.get("version", "format", default="gemm")
     if config.get("backend", default="") == "llm-awq":
         layout = "llm-awq"
     if bits != 4 or layout != "gemm":
         raise _unread(f"AWQ in {bits or 'no'} bits, {layout}")
     size = config.group_size("group_size", "q_group_size", default=128)
-    return _for_all(Int4(AWQ, size, symmetric=not config.get("zero_point", default=True)))
+    return Int4(AWQ, size, symmetric=not config.get("zero_point", default=True))
 
+
+def _auto_round(config: Settings) -> Quantization:
+    """`extra_config` maps names of modules, or patterns in them, to settings; modules of 16 bits are not quantised."""
+    packing, kind = config.get("packing_format", default="missing"), config.get("data_type", default="int")
+    if packing not in AUTO_ROUND or kind != "int" or config.get("act_bits", default=16) != 16:
+        raise _unread(f"AutoRound, {kind}, packing_format {packing}, act_bits {config.values.get('act_bits', 16)}")
+
+    def format_of(settings: Settings) -> WeightFormat:
+        asymmetric = not settings.get("sym", default=True)
+        return AUTO_ROUND[packing](Settings(settings.path, {**settings.values, "zero_point": asymmetric}))
+
+    rules: list[tuple[str, WeightFormat]] = []
+    for name, changes in config.part("extra_config").values.items():
+        changed = Settings.from_json(f"{config.path}.extra_config.{name}", changes)
+        changed = Settings(changed.path, {**config.values, **changed.values})
+        if changed.get("bits", default=0) >= 16:
+            continue
+        is_pattern = not re.fullmatch(r"[\w.]+", name)
+        if is_pattern:
+            config.require_pattern("extra_config", name)
+        rules.append((f"re:.*(?:{name})" if is_pattern else name, format_of(changed)))
+    return Quantization((*rules, (ANY_MODULE, format_of(config))))
+
+
+AUTO_ROUND = {"auto_round:auto_gptq": _gptq_format, "auto_round:auto_awq": _awq_format}
+"""AutoRound's packing_format -> function that reads the settings of a weight."""
 
 READ: dict[str, Callable[[Settings], Quantization]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "gptq": _gptq,
-    "awq": _awq,
+    "awq": lambda config: _for_all(_awq_format(config)),
+    "auto-round": _auto_round,
     "mxfp4": lambda config: _for_all(Mxfp4(of_experts=True)),
 }
 """quant_method -> function that reads its config."""
