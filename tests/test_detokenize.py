@@ -13,7 +13,7 @@ from specdec.runtime.request import Request
 from specdec.text.detokenize import Detokenizer
 
 from marks import examples
-from stand_ins import byte_level
+from tiny_tokenizers import byte_level
 
 SPECIAL = ["<s>", "<|im_end|>"]
 BYTES = [f"<0x{value:02X}>" for value in range(256)]

@@ -12,7 +12,7 @@ from itertools import groupby
 
 import httpx
 import pytest
-from reciting import SPECIAL, reciting
+from reciting_server import SPECIAL, reciting
 
 from specdec.serving.openai import chat_message
 from specdec.serving.responses import response_events
