@@ -25,7 +25,7 @@ from accelerate.utils import gather_object, parse_flag_from_env
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
-from specdec.errors import CapacityError, ConfigError, require_one_of
+from specdec.errors import CapacityError, ConfigError, counted, require_one_of
 from specdec.evaluation.accuracy_report import Report, make_report
 from specdec.evaluation.data_sets import (
     DATA_SETS,
@@ -190,7 +190,7 @@ class Evaluation:
         data_set, [engine, *_] = DATA_SETS[self.task], self.engines.values()
         settings = self.settings | {"problems": len({index for index, _ in records})}
         answers = [problem.answer or "" for problem in self.problems] if data_set.graded else None
-        place = f"{hardware(engine.target.device)}, {self.state.num_processes} process(es)"
+        place = f"{hardware(engine.target.device)}, {counted(self.state.num_processes, 'process', 'processes')}"
         categories = [problem.category for problem in self.problems]
         ordered = [records[key] for key in sorted(records)]
         return make_report(settings, answers, ordered, place, categories, data_set.note)

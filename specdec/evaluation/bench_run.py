@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, counted
 from specdec.evaluation.accuracy_report import final_number, grade
 from specdec.evaluation.data_sets import batches_of
 from specdec.measurement.conditions import VERSIONS, hardware
@@ -168,8 +168,8 @@ def markdown_table(report: BenchReport) -> str:
     lines = [
         *table_lines(rows),
         "",
-        f"{report['target']}, {report['prompts']} prompts, batch {report['batch_size']}, temperature "
-        f"{report['temperature']:g}, {spec.num_steps} steps of topk {spec.topk}, {spec.num_nodes} nodes: "
+        f"{report['target']}, {counted(report['prompts'], 'prompt')}, batch {report['batch_size']}, temperature "
+        f"{report['temperature']:g}, {counted(spec.num_steps, 'step')} of topk {spec.topk}, {spec.num_nodes} nodes: "
         f"{_drafts_in_words(report, stats)}{accuracy}; "
         f"identical to plain decoding: yes. {report['hardware']}, {report['versions']}{busy and '; '}{busy}.",
         "",
