@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from specdec.errors import FrozenKVError, KVStateError
+from specdec.errors import FrozenKVError, KVStateError, counted
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.layout import LayerSpec
@@ -114,7 +114,7 @@ def frozen_kv(
     for draft_layer, layer in enumerate(layer_map):
         reads = f"drafter layer {draft_layer} reads target layer {layer}"
         if not 0 <= layer < len(layers):
-            raise KVStateError(f"{reads}, but the target has {len(layers)} layers")
+            raise KVStateError(f"{reads}, but the target has {counted(len(layers), 'layer')}")
         if (owner := layers[layer].owner) != layer:
             raise KVStateError(f"{reads}, which stores no K/V of its own; its owner is layer {owner}")
     allocator.freeze(worker)

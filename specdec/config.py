@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from specdec.errors import ConfigError, require_one_of, shown
+from specdec.errors import ConfigError, counted, require_one_of, shown
 from specdec.settings.declared_fields import require, require_fields, require_int, require_number
 from specdec.settings.plain_arguments import DTYPE_ALIASES, plain_arguments
 from specdec.settings.sampling_numbers import SamplingNumbers
@@ -71,8 +71,8 @@ class SpecConfig:
         max_nodes = 1 + self._candidates(self.num_steps)
         if self.num_draft_tokens is not None and self.num_draft_tokens > max_nodes:
             raise ConfigError(
-                f"num_draft_tokens={self.num_draft_tokens}: {self.num_steps} steps of topk={self.topk} propose at most "
-                f"{max_nodes} nodes, the root included; raise num_steps or topk, or lower num_draft_tokens"
+                f"num_draft_tokens={self.num_draft_tokens}: {counted(self.num_steps, 'step')} of topk={self.topk} make "
+                f"at most {max_nodes} nodes, the root included; raise num_steps or topk, or lower num_draft_tokens"
             )
 
     @property

@@ -23,7 +23,7 @@ from specdec.attention.backend import choose_backend
 from specdec.attention.checked_backend import sanitized
 from specdec.config import MAX_PRIORITY, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter, with_defaults
-from specdec.errors import ConfigError, SpecDecError, shown
+from specdec.errors import ConfigError, SpecDecError, counted, shown
 from specdec.gpu.captures import CaptureStore, default_budget
 from specdec.gpu.operations import choose_operations
 from specdec.gpu.ranks import make_ranks
@@ -376,7 +376,7 @@ class Engine:
         state = ", closed" if self.inbox.closed else ""
         return (
             f"<Engine {self.target.name}, {drafter}, {kind} on {self.target.device}, "
-            f"{self.config.max_batch_size} requests of up to {self.max_model_len} tokens{state}>"
+            f"{counted(self.config.max_batch_size, 'request')} of up to {self.max_model_len} tokens{state}>"
         )
 
     def __reduce__(self) -> NoReturn:

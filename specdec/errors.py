@@ -110,6 +110,11 @@ def clipped(text: str, max_chars: int) -> str:
     return text if len(text) <= max_chars else text[:max_chars] + "..."
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Format a count with its noun: `1 prompt`, `2 prompts`."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
 def require_one_of(name: str, value: object, known: Iterable[str]) -> None:
     """Raise ConfigError unless the value is one of these."""
     if value not in (names := list(known)):

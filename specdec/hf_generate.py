@@ -202,18 +202,7 @@ def generate(
         raise ConfigError(f"a streamer takes one row, not {len(ids)}; leave it out, or use Engine.stream for each")
 
     prompts: list[list[int]] = [row[seen].tolist() for row, seen in zip(ids, mask, strict=True)]
-    vocab_size = model.config.get_text_config().vocab_size
-    arguments = sampling_arguments(settings) | {
-        "max_new_tokens": most_new_tokens(settings, model, ids.shape[1]),
-        "stop_token_ids": [token for token in end_ids(settings) if 0 <= token < vocab_size],
-        "ignore_eos": True,  # only the end tokens above count
-    }
-    if settings["do_sample"] and seed is None:
-        seed = int(torch.randint(0, 2**62, (), device="cpu").item())
-    params = [
-        SamplingParams(**arguments, seed=None if seed is None else _as_int("seed", seed) + row)
-        for row in range(len(prompts))
-    ]
+    params = _params_of_rows(settings, model, ids, seed)
     stops = _stop_criteria(settings["stop_strings"], tokenizer)
     if engine_config is None:
         longest = max(map(len, prompts), default=0) + max((each.max_new_tokens for each in params), default=1)
@@ -225,15 +214,36 @@ def generate(
         else:
             new = _stream(engine, prompts, params, ids, stops, streamer)
 
-    pad = pad_id(settings)
-    width = max(map(len, new), default=0)
-    generated = torch.full((len(new), width), 0 if pad is None else pad, dtype=torch.int64, device=ids.device)
-    for row, tokens in enumerate(new):
-        generated[row, : len(tokens)] = torch.tensor(tokens, device=ids.device)
-    sequences = torch.cat([ids, generated], dim=1)
+    sequences = torch.cat([ids, _padded(new, pad_id(settings) or 0, ids.device)], dim=1)
     if settings["return_dict_in_generate"]:
         return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
     return sequences
+
+
+def _params_of_rows(
+    settings: Mapping[str, Any], model: PreTrainedModel, ids: torch.Tensor, seed: int | None
+) -> list[SamplingParams]:
+    """Parameters of each row of `ids`; only their seeds differ."""
+    vocab_size = model.config.get_text_config().vocab_size
+    arguments = sampling_arguments(settings) | {
+        "max_new_tokens": most_new_tokens(settings, model, ids.shape[1]),
+        "stop_token_ids": [token for token in end_ids(settings) if 0 <= token < vocab_size],
+        "ignore_eos": True,  # only the end tokens above count
+    }
+    if settings["do_sample"] and seed is None:
+        seed = int(torch.randint(0, 2**62, (), device="cpu").item())
+    return [
+        SamplingParams(**arguments, seed=None if seed is None else _as_int("seed", seed) + row)
+        for row in range(len(ids))
+    ]
+
+
+def _padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> torch.Tensor:
+    """Token ids of rows, padded on the right to the longest."""
+    out = torch.full((len(rows), max(map(len, rows), default=0)), pad, dtype=torch.int64, device=device)
+    for row, tokens in enumerate(rows):
+        out[row, : len(tokens)] = torch.tensor(tokens, device=device)
+    return out
 
 
 def _stream(

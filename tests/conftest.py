@@ -22,7 +22,7 @@ import pytest
 from hypothesis import settings
 
 # tests/ is on the path: see pyproject.toml
-PLUGINS = ["shallow_pair", "devices", "tiny_models", "stand_ins", "split_engines"]
+PLUGINS = ["shallow_pair", "devices", "tiny_models", "tiny_tokenizers", "scripted_drafter", "split_engines"]
 if os.environ["TRITON_INTERPRET"] == "1":
     PLUGINS.insert(0, "quick_interpreter")
 ROOT = Path(__file__).resolve().parent.parent

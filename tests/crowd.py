@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from specdec import Engine, GenerationOutput, SamplingParams, SpecConfig
 
-from inside import assert_idle
+from engine_internals import assert_idle
 
 
 class Asked(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from stand_ins import Proposal
+from watched_drafts import Proposal
 
 Path = tuple[int, ...]
 """A node of a draft: the tokens from the root, without it, to the node."""

@@ -31,7 +31,7 @@ from specdec.runtime.drafts.draft_policy import (
 from specdec.runtime.rounds.captured_rounds import Rounds
 from specdec.runtime.rounds.result import NO_DRAFT, DraftShape
 
-from inside import capture_on_tape
+from engine_internals import capture_on_cpu
 from marks import deep, deep_cases, examples, is_deep, pairs, usual_cases
 
 LADDER = draft_ladder(CHAIN, captured=True)
@@ -549,7 +549,7 @@ def test_a_request_can_fix_its_draft_in_an_adaptive_engine():
 @deep_cases("tiny-gemma4-mtp")
 @pytest.mark.parametrize("drafter", ["tiny-gemma4-mtp", "tiny-gemma4-eagle3"])
 def test_a_captured_engine_has_its_table_when_it_is_made(drafter, measured, monkeypatch):
-    capture_on_tape(monkeypatch)
+    capture_on_cpu(monkeypatch)
     monkeypatch.setattr(specdec.runtime.warm_up, "REPEATS", 2)
     for name in ("time_rounds", *["time_prompts"] * (drafter == "tiny-gemma4-mtp")):
         monkeypatch.setattr(specdec.runtime.warm_up, name, measured[name])

@@ -18,7 +18,7 @@ from specdec import SamplingParams
 from specdec.runtime import scheduler as scheduling
 from specdec.runtime.calls.inbox import Inbox
 
-from inside import Detokenizer, PrefixPolicy, PromptBudget, PromptGap, Request, RequestState, Scheduler
+from engine_internals import Detokenizer, PrefixPolicy, PromptBudget, PromptGap, Request, RequestState, Scheduler
 from marks import examples
 
 

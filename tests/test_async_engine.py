@@ -10,13 +10,13 @@ from functools import partial
 
 import pytest
 import torch
-from side_by_side import in_threads
+from run_in_threads import in_threads
 
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import CapacityError, ConfigError, QueueFullError, RoundFailedError, SpecDecError
 from specdec.serving.async_engine import AsyncEngine
 
-from inside import assert_idle
+from engine_internals import assert_idle
 from processes import run
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")

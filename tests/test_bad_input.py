@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from refusals import one_sentence
+from refusal_checks import one_sentence
 from samplers import sampler_of
 from torch import nn
 from transformers import (

@@ -17,7 +17,7 @@ from specdec.measurement import timed_comparison
 from specdec.measurement.timed_comparison import acceptance_figures, time_figures
 from specdec.runtime.drafts.draft_reports import vllm_figures
 
-from inside import RequestStats, record_round
+from engine_internals import RequestStats, record_round
 from marks import deep
 
 SPEED_ROW = {"question_id": "q" * 32, "category": "coding", "sub_category": "x", "source": "s", "multiturn": True}

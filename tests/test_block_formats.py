@@ -27,8 +27,8 @@ from specdec.modules.transformers_names import cache_argument
 
 from marks import examples, slow, usual_cases
 from proved_models import SHARED
-from stand_ins import Proposal, watch_proposals
 from tiny_families import spread
+from watched_drafts import Proposal, watch_proposals
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from kv_rig import layer_spec, make_pools
-from refusals import one_sentence
+from refusal_checks import one_sentence
 from transformers import PhimoeConfig, PhimoeForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 

@@ -23,7 +23,7 @@ from specdec.models.target import TargetModel
 from specdec.modules.private_copy import private_copy
 from specdec.modules.transformers_names import family_name
 
-from inside import capture_on_tape, captured_rounds
+from engine_internals import capture_on_cpu, captured_rounds
 from marks import deep, examples, usual_cases
 
 pytest.importorskip("triton")
@@ -106,7 +106,7 @@ def test_a_mixture_taken_out_of_the_table_runs_captured_with_the_tokens_of_eager
     prompts = [[5, 9, 1], [4, 4, 8, 2, 7, 4, 4]]
     expected = [greedy_oracle(model, prompt, 8) for prompt in prompts]
     sizes = EngineConfig(max_batch_size=2, max_model_len=64, attention="torch")
-    capture_on_tape(monkeypatch, True)
+    capture_on_cpu(monkeypatch, True)
     target = TargetModel(model, REFERENCE)
     assert "has no fused form" in (target.unfused or "")
     with Engine(target, NgramDrafter(), spec=SpecConfig(2, adaptive=False), config=sizes) as engine:

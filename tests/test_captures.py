@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cpu_capture import record
 from samplers import sampler_of
-from tape import record
 
 import specdec.engine
 from specdec import Engine, SamplingParams
@@ -23,7 +23,7 @@ from specdec.runtime.rounds.captured_rounds import ROUNDS
 from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler
 from specdec.sampling.sampling_table import SamplerFeatures, SamplingTable
 
-from inside import captured_prompts, captured_rounds
+from engine_internals import captured_prompts, captured_rounds
 from marks import deep_cases
 
 NEW = 6

@@ -18,7 +18,7 @@ from specdec.draft_models.lookup import NgramDrafter
 from specdec.errors import UnsupportedModelError
 from specdec.modules import weight_watch
 
-from inside import StorageWatch, TargetModel, capture_on_tape, captured_prompts, captured_rounds
+from engine_internals import StorageWatch, TargetModel, capture_on_cpu, captured_prompts, captured_rounds
 from marks import deep, deep_cases, each_value
 
 NEW = 10
@@ -151,7 +151,7 @@ def test_an_engine_answers_with_what_its_model_is_now(
     name, family, how, prepared, make_target, make_engine, monkeypatch
 ):
     """A private copy had the attributes of the day it was made, a captured graph the tensors and what a hook did."""
-    capture_on_tape(monkeypatch, "captured" in how)
+    capture_on_cpu(monkeypatch, "captured" in how)
     model = prepared(family)
     other = {} if family in ("adapted", "hooked") else make_target(family, seed=4, fresh=True).state_dict()
     engine = make_engine(model, None if "captured" in how else "ngram", fused="fused" in how)
@@ -271,7 +271,7 @@ def test_uses_that_change_no_module_copy_none(make_target, make_engine, monkeypa
 
 def test_captured_prompts_see_changed_weights(make_target, make_engine, random_prompt, monkeypatch):
     """One shape, unlike lengths: what is captured after the change reads what the next prompt is fed into."""
-    capture_on_tape(monkeypatch)
+    capture_on_cpu(monkeypatch)
     model, other = make_target("qwen2", fresh=True), make_target("qwen2", seed=4, fresh=True).state_dict()
     engine = make_engine(model, None)
     for changed in (False, True):
@@ -304,7 +304,7 @@ def test_weights_swapped_and_swapped_back_during_a_run_leave_no_kv(drafter, make
 
 def test_a_step_looks_at_weights_once(make_target, make_engine, random_prompt, monkeypatch):
     """A look takes the host longer than all else in a round of one request; updates count only for cached K/V."""
-    capture_on_tape(monkeypatch)
+    capture_on_cpu(monkeypatch)
     engine, looks = make_engine(make_target("llama", fresh=True), None, prefix_cache=True), []
     for name in ("moved", "versions"):
         look = getattr(StorageWatch, name)

@@ -128,7 +128,7 @@ def test_several_pasted_lines_are_one_turn():
 def test_a_single_token_has_no_acceptance_length():
     """Its only token comes from the prompt's own forward: "acceptance length 0.00" was said of it."""
     result = CliRunner().invoke(app, ["generate", TOM, "--max-new-tokens", "1"])
-    assert result.exit_code == 0 and "1 tokens, finished by length; 0 target forwards" in result.stderr
+    assert result.exit_code == 0 and "1 token, finished by length; 0 target forwards" in result.stderr
     assert "acceptance length" not in result.stderr
 
 

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from functools import cache
 
 import pytest
-from reciting import HARMONY, TEMPLATE, reciting, tokenizer_for
+from reciting_server import HARMONY, TEMPLATE, reciting, tokenizer_for
 from transformers import PreTrainedTokenizerBase
 
 from specdec.serving.openai.chat_template import thought_field

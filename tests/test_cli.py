@@ -307,7 +307,7 @@ def test_ctrl_c_in_a_benchmark_prints_what_all_have_done(monkeypatch):
     result = run("bench", "--limit", "3", "--max-new-tokens", "4")
     assert result.exit_code == 130
     assert result.stderr == "specdec: interrupted; 1 of 3 prompts were measured\n"
-    assert "tiny-gemma4, 1 prompts, batch 1" in result.stdout
+    assert "tiny-gemma4, 1 prompt, batch 1" in result.stdout
 
 
 def test_ctrl_c_while_an_answer_streams(monkeypatch):

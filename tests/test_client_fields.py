@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from reciting import reciting
+from reciting_server import reciting
 
 from specdec import SamplingParams
 from specdec.serving.application import create_app

@@ -23,7 +23,7 @@ from specdec.models.target import TargetModel
 from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import ReferenceSampler
 
-from inside import capture_on_tape
+from engine_internals import capture_on_cpu
 from marks import deep, deep_cases, examples, is_deep, slow
 from proved_models import SHARED
 from tiny_families import VOCAB, random_eagle3
@@ -214,7 +214,7 @@ def test_kernels(family, make_target, random_prompt, scripted, tree_script, seen
     trees = scripted(tree_script([p + t for p, t in zip(prompts, expected, strict=True)]))
     assert tokens(trees, 5, prefill_chunk=7) == expected
     monkeypatch.setattr(ReferenceSampler, "draw", seen.draw)  # nothing can be written down in a captured round
-    capture_on_tape(monkeypatch)
+    capture_on_cpu(monkeypatch)
     assert tokens(NgramDrafter(), 2, prefill_chunk=64, max_batch_size=2) == expected
     assert seen.again > 5
 

@@ -15,7 +15,7 @@ from specdec.text.detokenize import Detokenizer
 from specdec.text.stop_strings import find_first
 
 from marks import examples
-from stand_ins import byte_level
+from tiny_tokenizers import byte_level
 
 SPECIAL = ["<s>", "<|im_end|>"]
 BYTES = [f"<0x{value:02X}>" for value in range(256)]

@@ -32,7 +32,7 @@ from specdec.models.weight_storage import NONE, grid_of
 from specdec.runtime.drafts.dense_drafts import dense_drafts, record
 from specdec.text.prompt_files import read_prompts
 
-from inside import REFERENCE, TargetModel
+from engine_internals import REFERENCE, TargetModel
 from marks import deep_cases, examples, is_deep
 
 HEAD, ASSISTANT = "tiny-gemma4-eagle3", "tiny-gemma4-mtp"

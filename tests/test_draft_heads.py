@@ -18,8 +18,8 @@ from specdec.errors import ConfigError
 from specdec.models.target import TargetModel
 
 from marks import deep, is_deep, slow
-from stand_ins import Made, watch_proposals
 from tiny_families import random_eagle3
+from watched_drafts import Made, watch_proposals
 
 Windows = tuple[int | None, ...]
 

@@ -35,10 +35,10 @@ from specdec.serving.metrics import MetricsCollector, Snapshot
 from specdec.serving.openai.text_answer import llama_timings
 from specdec.serving.server_settings import ServeSettings
 
-from inside import RequestStats, record_round
+from engine_internals import RequestStats, record_round
 from marks import usual_cases
+from scripted_drafter import following
 from served_engine import bundled_engine
-from stand_ins import following
 
 ADAPTIVE = SpecConfig(4, adaptive=True)
 CHAINS = {shape.num_steps: shape for shape in draft_ladder(ADAPTIVE, captured=True)}

@@ -28,7 +28,7 @@ from specdec.kvcache.frozen import frozen_kv
 from specdec.loading.drafter_loading import load_any_drafter
 from specdec.models.target import TargetModel
 
-from inside import capture_on_tape
+from engine_internals import capture_on_cpu
 from marks import deep, deep_cases, each_value, examples, pairs, usual_cases
 from tiny_families import random_eagle3
 from tiny_models import FAMILIES, GEMMA4_FAMILIES
@@ -292,7 +292,7 @@ def test_a_narrow_draft_has_masks_edits_and_scores_of_its_own_nodes(
     kind, captured, model, make_engine, byte_tokenizer, prompts, params, alone, monkeypatch
 ):
     """A tree was asked for: masks of its 7 nodes met those of the 4 that were there, and every step raised."""
-    capture_on_tape(monkeypatch, captured)
+    capture_on_cpu(monkeypatch, captured)
     texts = [prompt + out.token_ids for prompt, out in zip(prompts, alone, strict=True)]
     drafter = narrow_drafter(kind, model, texts)
     engine = make_engine(model, drafter, spec=TREE, tokenizer=byte_tokenizer)

@@ -20,9 +20,9 @@ from specdec.kvcache.layout import PRIMARY
 from specdec.models.target import TargetModel
 
 from marks import deep, deep_cases, examples, usual
-from stand_ins import watch_proposals
 from tiny_families import FULL, SLIDING, random_eagle3
 from tiny_models import eager
+from watched_drafts import watch_proposals
 
 V = 12  # so few that a random head is right now and then
 H = 32

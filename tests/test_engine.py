@@ -12,9 +12,9 @@ import torch
 from specdec import SamplingParams, progress
 from specdec.errors import CapacityError
 
-from inside import Request, assert_idle
+from engine_internals import Request, assert_idle
 from marks import deep, deep_cases, each_value, examples, slow, usual_cases
-from stand_ins import following
+from scripted_drafter import following
 
 NEW = 16
 

@@ -354,7 +354,7 @@ def test_two_processes_make_the_same_report(ranks, report, tmp_path):
     assert [each.returncode for each in done] == [0] * len(done), [each.stderr for each in done]
     both = json.loads("".join(each.stdout for each in done))
     assert without_timing(both) == without_timing(report)
-    assert both["timing"]["hardware"].endswith("2 process(es)")
+    assert both["timing"]["hardware"].endswith("2 processes")
     assert len(list(tmp_path.glob("transcripts-[01].jsonl"))) == 2
     again = evaluate("gsm8k", *PAIR, folder=tmp_path, **SMALL)  # by one process, which finds nothing left to do
     assert again == {**both, "timing": {**both["timing"], "hardware": again["timing"]["hardware"]}}

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from refusals import one_sentence
+from refusal_checks import one_sentence
 from torch import nn
 from transformers import PreTrainedModel
 

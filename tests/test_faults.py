@@ -24,7 +24,7 @@ import specdec.runtime.engine_stats
 from specdec import Engine, SamplingParams, SpecConfig
 from specdec.runtime.request import Request
 
-from inside import assert_idle, capture_on_tape
+from engine_internals import assert_idle, capture_on_cpu
 from marks import is_deep
 from package_files import name_in_package
 from tiny_families import FULL, SLIDING
@@ -127,7 +127,7 @@ def scenes(make_target, make_drafter, make_engine, greedy_oracle, random_prompt,
     def make(drafter: str | None, spec: SpecConfig, page_size: int, captured: bool = False, new: int = NEW) -> Scene:
         key = drafter, spec, page_size, captured
         if key not in engines:
-            capture_on_tape(monkeypatch, captured)
+            capture_on_cpu(monkeypatch, captured)
             sizes = {"page_size": page_size, "max_batch_size": 2, "max_model_len": 64, "prefill_chunk": 8}
             engines[key] = make_engine(model, make_drafter(drafter, model), spec=spec, **sizes)
         return Scene(engines[key], truths, prompts, new)

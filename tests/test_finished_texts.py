@@ -15,9 +15,9 @@ from specdec.draft_models.lookup import SuffixWorker, newest_tokens
 from specdec.errors import ConfigError
 from specdec.gpu.mirrored_array import upload
 
-from inside import capture_on_tape
+from engine_internals import capture_on_cpu
 from marks import deep, deep_cases, examples, usual_cases
-from stand_ins import history_batch
+from scripted_drafter import history_batch
 
 CPU = torch.device("cpu")
 SALTS = (b"", b"one", b"other")
@@ -230,7 +230,7 @@ def test_a_prompt_that_was_answered_is_drafted_from_its_answer(spec, suffix_engi
 
 
 def test_captured_rounds_see_what_finished_after_they_were_captured(suffix_engine, random_prompt, monkeypatch):
-    capture_on_tape(monkeypatch)
+    capture_on_cpu(monkeypatch)
     engine = suffix_engine(max_batch_size=2)
     outs = [engine.generate([random_prompt(12)], DRAWN)[0] for _ in range(2)]
     assert outs[0].token_ids == outs[1].token_ids

@@ -6,7 +6,7 @@ The model recites a call; where the grammar of the request does not allow it, th
 import json
 
 import pytest
-from reciting import reciting
+from reciting_server import reciting
 
 PLACE = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 NUMBER = {"type": "integer"}

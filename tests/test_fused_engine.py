@@ -27,7 +27,7 @@ from specdec.layers.rope_store import rotary
 from specdec.models.target import StatesNeeded, TargetModel
 
 from marks import deep, deep_cases, examples, is_deep, pairs, quick, slow, usual_cases
-from stand_ins import watch_proposals
+from watched_drafts import watch_proposals
 
 NEW = examples(8, 12)
 CPU = torch.device("cpu")

@@ -19,9 +19,9 @@ from specdec.models.target import TargetModel
 from specdec.modules.transformers_names import cache_argument
 
 from marks import deep, examples, pairs, quick, usual_cases
-from stand_ins import watch_proposals
 from tiny_families import TWO_OWNERS
 from tiny_models import GEMMA4_FAMILIES, eager
+from watched_drafts import watch_proposals
 
 STEPS = 4
 

@@ -16,7 +16,7 @@ from specdec.draft_models.lookup import NgramDrafter
 from specdec.errors import ConfigError, FrozenKVError
 from specdec.runtime.rounds.round_shapes import batch_buckets, captured_shape, prefix_buckets
 
-from inside import StatesNeeded, assert_idle, capture_on_tape, captured_prompts, captured_rounds
+from engine_internals import StatesNeeded, assert_idle, capture_on_cpu, captured_prompts, captured_rounds
 from marks import deep_cases, examples
 from tiny_models import few_layers
 
@@ -64,7 +64,7 @@ def test_captured_rounds_give_the_same_tokens(drafter, spec, pool, monkeypatch) 
     asked = requests(examples(3, 12))
     outputs = []
     for on in (False, True):
-        capture_on_tape(monkeypatch, on)
+        capture_on_cpu(monkeypatch, on)
         engine = Engine.from_pretrained("tiny-gemma4", name, spec=spec, config=config)
         outputs.append(serve(engine, *asked))
         if on:
@@ -76,7 +76,7 @@ def test_captured_rounds_give_the_same_tokens(drafter, spec, pool, monkeypatch) 
 @pytest.fixture
 def small_engine(monkeypatch, make_target, make_engine):
     def make(drafter="ngram", on=True, cuda_graphs="auto", layers=None, **config) -> Engine:
-        capture_on_tape(monkeypatch, on)
+        capture_on_cpu(monkeypatch, on)
         config["cuda_graphs"] = cuda_graphs
         return make_engine(
             make_target("gemma4-e2b", **layers or {}), drafter, **{"max_batch_size": 2, "max_model_len": 64, **config}

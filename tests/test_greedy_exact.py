@@ -11,7 +11,7 @@ from specdec import SamplingParams
 from specdec.errors import CapacityError
 from specdec.runtime.scheduler import slots_needed
 
-from inside import assert_idle
+from engine_internals import assert_idle
 from marks import deep_cases, each_value, examples, pairs, quick, slow, usual, usual_cases
 from tiny_models import FAMILIES, FAST_FAMILIES
 

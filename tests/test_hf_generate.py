@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from refusals import one_sentence
+from refusal_checks import one_sentence
 from transformers import (
     GenerationConfig,
     MinLengthLogitsProcessor,
@@ -24,7 +24,7 @@ import specdec
 from specdec import EngineConfig, SpecConfig, SpecDecError
 
 from marks import deep, deep_cases, each_value, pairs, usual, usual_cases
-from stand_ins import byte_level
+from tiny_tokenizers import byte_level
 
 PROMPTS = [[5, 9, 31, 7, 22, 9, 31], [11, 3], [8, 8, 8, 40, 2]]
 ONE = torch.tensor(PROMPTS[:1])

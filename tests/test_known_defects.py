@@ -25,7 +25,7 @@ from specdec.attention.plan import Pack, PackTables
 from specdec.draft_models.base import DraftBatch
 from specdec.errors import LocationError
 
-from inside import capture_on_tape
+from engine_internals import capture_on_cpu
 from marks import deep_cases, examples, usual
 
 NEW = examples(5, 12)
@@ -92,7 +92,7 @@ def load(requests, drafter_of, drafts_alone, make_target, make_engine, monkeypat
         alone = {} if captured else drafts_alone(drafter, spec, family)
         with monkeypatch.context() as patch:
             patch.setenv("SPECDEC_SANITIZE", str(int(sanitize)))
-            capture_on_tape(patch, captured)
+            capture_on_cpu(patch, captured)
             if seed is not None:
                 seed(patch)
             crowded = make_engine(make_target(family), drafter_of(drafter, family), spec=spec, **{**LOAD, **config})

@@ -19,11 +19,11 @@ from specdec.kvcache.layer_context import EarlyExit
 from specdec.models.target import StatesNeeded, TargetModel
 from specdec.runtime.rounds.device_state import DeviceState
 
-from inside import capture_on_tape, captured_prompts
+from engine_internals import capture_on_cpu, captured_prompts
 from marks import deep, deep_cases, each_value, examples, usual_cases
-from stand_ins import watch_proposals
 from tiny_families import TWO_OWNERS, random_eagle3
 from tiny_models import FAMILIES, FAST_FAMILIES
+from watched_drafts import watch_proposals
 
 SHARING = ["gemma4-e2b", "gemma4-multimodal"]
 WHOLE, LAYERS = 2, 6  # the third stores the last K/V
@@ -219,7 +219,7 @@ def test_captured_prompts(drafter, make_target, engine, random_prompt, monkeypat
     prompts = [random_prompt(draw.randrange(1, 50), seed=i) for i in range(count)]
     params = [SamplingParams(max_new_tokens=NEW, prompt_logprobs=2 if 3 < i < 8 else None) for i in range(count)]
     expected = outputs(engine(model, drafter, max_batch_size=4), prompts, params)
-    capture_on_tape(monkeypatch)
+    capture_on_cpu(monkeypatch)
     made = engine(model, drafter, max_batch_size=4)
     got = outputs(made, prompts, params)
     assert [one[0] for one in got] == [one[0] for one in expected]

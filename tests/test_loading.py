@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from refusals import one_sentence
+from refusal_checks import one_sentence
 from transformers import AutoModelForCausalLM, MiniMaxM2Config
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecDecError

@@ -24,7 +24,8 @@ from specdec.draft_models.lookup import (
 )
 
 from marks import usual_cases
-from stand_ins import Made, history_batch
+from scripted_drafter import history_batch
+from watched_drafts import Made
 
 
 def looked_up(*histories, steps=4, max_ngram=3):

@@ -21,7 +21,7 @@ from specdec.sampling.grammars.grammar import GrammarState
 from specdec.sampling.grammars.token_rules import TokenRules
 from specdec.sampling.sampling_table import SamplerFeatures, SamplingTable
 
-from inside import (
+from engine_internals import (
     Detokenizer,
     PromptBudget,
     PromptGap,

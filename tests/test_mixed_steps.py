@@ -9,7 +9,7 @@ from specdec import Engine, SamplingParams, SpecConfig
 from specdec.runtime.request import RequestState
 from specdec.runtime.rounds.prompt_chunks import read_chunk
 
-from inside import assert_idle, capture_on_tape
+from engine_internals import assert_idle, capture_on_cpu
 from marks import deep, deep_cases, examples, slow
 
 NEW = examples(8, 12)
@@ -22,7 +22,7 @@ def engine_for(make_target, make_engine, monkeypatch):
     """engine_for(captured, drafter="ngram", **config)"""
 
     def make(captured, drafter="ngram", **config) -> Engine:
-        capture_on_tape(monkeypatch, captured)
+        capture_on_cpu(monkeypatch, captured)
         sizes = {"max_batch_size": 4, "max_model_len": 128, "prefill_chunk": 8, **config}
         return make_engine(make_target("gemma4-e2b"), drafter, **sizes)
 

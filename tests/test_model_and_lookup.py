@@ -15,7 +15,7 @@ from specdec.draft_models.lookup import ModelAndLookup, NgramDrafter, SuffixDraf
 from specdec.errors import ConfigError
 from specdec.models.target import TargetModel
 
-from inside import capture_on_tape
+from engine_internals import capture_on_cpu
 from marks import deep, deep_cases, examples, usual_cases
 
 TREE = SpecConfig(3, 3, 12, adaptive=True)
@@ -191,7 +191,7 @@ def test_captured_rounds_of_both_give_the_same_tokens(model, monkeypatch):
     params = SamplingParams(max_new_tokens=examples(10, 40), ignore_eos=True)
     outputs = []
     for captured in (False, True):
-        capture_on_tape(monkeypatch, captured)
+        capture_on_cpu(monkeypatch, captured)
         with Engine.from_pretrained("tiny-gemma4", [model, "suffix"], spec=spec, config=config) as engine:
             in_turn(engine)
             outs = engine.generate((prompts(engine) * 2)[: examples(2, 6)], params)

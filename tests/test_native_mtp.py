@@ -39,7 +39,7 @@ from specdec.runtime.drafts.dense_drafts import dense_drafts, record
 
 from marks import deep, deep_cases, examples, is_deep, slow, usual_cases
 from proved_models import SHARED
-from stand_ins import Proposal, watch_proposals
+from watched_drafts import Proposal, watch_proposals
 
 SIMULATED = ("exaone4", "step-form", "mimo_v2-form", "ernie", "mimo", "glm4_moe", "glm4_moe-copied")
 OTHERS = ("exaone_moe", "deepseek_v3", "kimi_k25", "ernie", "hy_v3", "mellum", "qwen3_5_moe", "qwen3_next")

@@ -169,7 +169,7 @@ def test_refusals_of_a_client_over_its_limits_are_one_line_of_the_log(caplog):
     with caplog.at_level(logging.INFO, "specdec.serving"):
         assert [ask(client, "k-1").status_code for _ in range(9)] == [200] + [429] * 8
     access, refusals = (record.getMessage() for record in caplog.records)
-    assert " 200 in " in access and refusals == "1 requests of key-1 were refused (429): it exceeds its own limits"
+    assert " 200 in " in access and refusals == "refused (429) 1 request of key-1: it exceeds its own limits"
 
 
 def test_a_key_has_no_more_open_requests_than_its_limit():

@@ -13,7 +13,7 @@ from itertools import groupby
 import httpx
 import pytest
 from answer_formats import FORMATS, HARMONY_TEXT
-from reciting import ADDED, SPECIAL, reciting
+from reciting_server import ADDED, SPECIAL, reciting
 
 from specdec.serving.openai import chat_message
 from specdec.serving.responses import response_events

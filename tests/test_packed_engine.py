@@ -37,7 +37,7 @@ from specdec.models.published import BUNDLED_DIR
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import is_quantised, weights_in_words
 
-from inside import packed_values
+from engine_internals import packed_values
 from marks import deep, deep_cases, examples, is_deep, usual_cases
 from tiny_families import FULL, LINEAR, NEMOTRON, VOCAB, build_target, random_eagle3, spread
 

@@ -25,7 +25,7 @@ from specdec.layers.packed.packed_modules import PackedLinear
 from specdec.layers.packed.packed_weight import dequantised
 from specdec.loading.model_loading import Checkpoint as Loaded
 
-from inside import packed_values
+from engine_internals import packed_values
 from marks import deep, each_value
 from tiny_families import build_target, spread
 

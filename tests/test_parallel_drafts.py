@@ -25,8 +25,8 @@ from specdec.training.native_mtp_training import trainable_native_mtp
 from specdec.training.packed_rows import PackedRows, pack_rows
 
 from marks import deep, examples
-from stand_ins import watch_proposals
 from tiny_families import random_eagle3
+from watched_drafts import watch_proposals
 
 CARRIES: tuple[dict[str, Any], ...] = ({}, {"normed_carry": False}, {"form": "T"})
 Fitted = tuple[TargetModel, Any, TrainableDrafter | None]

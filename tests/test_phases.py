@@ -184,7 +184,7 @@ def test_a_cell_without_memory_is_a_note_and_the_others_go_on(subject, monkeypat
 def test_a_batch_that_would_have_to_wait_is_refused(make_target, make_engine):
     engine = make_engine(make_target("llama"), max_batch_size=4, max_model_len=64, full_slots=100)
     run_module._require_room(engine, 1, 64)
-    with pytest.raises(CapacityError, match=r"4 requests of 64 tokens take .* GB of K/V"):
+    with pytest.raises(CapacityError, match=r"4 requests of 64 tokens: .* GB of K/V"):
         run_module._require_room(engine, 4, 64)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from specdec import Engine, SamplingParams, SpecConfig
 
-from inside import assert_idle, capture_on_tape, prompt_chunks, slots_needed
+from engine_internals import assert_idle, capture_on_cpu, prompt_chunks, slots_needed
 from marks import deep, deep_cases, each_value, examples, usual, usual_cases
 
 NEW = examples(6, 8)
@@ -109,7 +109,7 @@ def test_penalties_and_logprobs_know_the_whole_prompt(build, random_prompt):
 
 def test_rounds_in_flight_overwrite_no_cached_page(build, greedy_oracle, random_prompt, monkeypatch):
     """Captured rounds are launched before the one in front is settled: who ended there still writes after its end."""
-    capture_on_tape(monkeypatch)
+    capture_on_cpu(monkeypatch)
     engine = build(DRAFTERS["eagle3-tree"], max_batch_size=3, full_slots=240)
     model, base = engine.target.model, random_prompt(30)
     prompts = [base[: 10 + 5 * i] + random_prompt(4, seed=i) for i in range(4)]

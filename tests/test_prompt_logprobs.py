@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tape import record
+from cpu_capture import record
 
 import specdec.runtime.prompts.prefill
 import specdec.runtime.rounds.prompt_chunks
@@ -20,7 +20,7 @@ from specdec.errors import CapacityError, ConfigError
 from specdec.runtime.rounds.prompt_chunks import score_chunk
 from specdec.sampling.log_probs import TokenScores
 
-from inside import PromptLogProbs, TargetModel, assert_idle, capture_on_tape, captured_prompts, prompt_chunks
+from engine_internals import PromptLogProbs, TargetModel, assert_idle, capture_on_cpu, captured_prompts, prompt_chunks
 from marks import deep, deep_cases, examples, usual_cases
 from tiny_families import VOCAB, random_eagle3
 
@@ -166,7 +166,7 @@ def test_preempted_requests_have_all_their_scores(
     captured, prefix_cache, make_target, make_engine, random_prompt, hf_forward, monkeypatch
 ):
     """Within their prompts and after them; with captured rounds, results come a step late."""
-    capture_on_tape(monkeypatch, captured)
+    capture_on_cpu(monkeypatch, captured)
     model = make_target("gemma4-e2b")
     engine = make_engine(
         model, "ngram", full_slots=88, swa_slots=88, max_batch_size=4, max_model_len=64, prefill_chunk=8,

@@ -14,7 +14,7 @@ from specdec.kvcache.sanitize import SETTING
 from specdec.models.paused_forward import start_forward_of
 from specdec.runtime.rounds.captured_prompts import ChunkProgram
 
-from inside import (
+from engine_internals import (
     REFERENCE,
     Division,
     PartShare,
@@ -24,7 +24,7 @@ from inside import (
     StatesNeeded,
     TargetModel,
     assert_idle,
-    capture_on_tape,
+    capture_on_cpu,
     captured_prompts,
     divide,
 )
@@ -91,7 +91,7 @@ def scene_of(make_target, make_engine, greedy_oracle, random_prompt, monkeypatch
     """scene_of(captured, drafter, model, **config)"""
 
     def make(captured=False, drafter=None, model=None, **config) -> Scene:
-        capture_on_tape(monkeypatch, captured)
+        capture_on_cpu(monkeypatch, captured)
         model = make_target("gemma4-e2b") if model is None else model
         sizes = {"max_batch_size": 3, "max_model_len": 128, "prefill_chunk": None, **config}
         engine = make_engine(model, drafter, **sizes)
@@ -377,6 +377,6 @@ def test_a_prefix_is_on_the_device_when_forwards_after_it_are_timed(make_engine,
     monkeypatch.setattr(ChunkProgram, "load_chunks", watched)
     for name, function in measured.items():
         monkeypatch.setattr(specdec.runtime.warm_up, name, function)
-    capture_on_tape(monkeypatch)
+    capture_on_cpu(monkeypatch)
     make_engine(make_target("gemma4-e2b"), max_batch_size=1, max_model_len=300, prefill_chunk=None)
     assert len(seen) > 1 and all(host == device for host, device in seen)

@@ -5,7 +5,7 @@ import copy
 import httpx
 import pytest
 import torch
-from refusals import one_sentence
+from refusal_checks import one_sentence
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

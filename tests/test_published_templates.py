@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from answer_formats import FORMATS
-from reciting import reciting
+from reciting_server import reciting
 from test_tools import gathered
 
 from specdec.serving.openai.chat_template import arguments_of

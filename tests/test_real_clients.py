@@ -16,7 +16,7 @@ from typing import Literal
 import openai
 import pytest
 from pydantic import BaseModel, Field
-from reciting import HARMONY, reciting
+from reciting_server import HARMONY, reciting
 
 from marks import deep_cases
 

@@ -15,7 +15,7 @@ from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
 from specdec.runtime import sizing
 
-from inside import assert_idle
+from engine_internals import assert_idle
 from marks import deep, examples, is_deep
 
 NEW = examples(14, 24)  # answers cross a fold, at 16, 32 or 48 tokens

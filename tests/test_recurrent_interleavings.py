@@ -18,7 +18,7 @@ from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.recurrent_state import RecurrentState
 from specdec.models.target import TargetModel
 
-from inside import assert_idle, state_cache_of
+from engine_internals import assert_idle, state_cache_of
 from marks import deep, is_deep
 
 VOCAB = 6

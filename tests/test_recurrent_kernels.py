@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from cpu_capture import record
 from kv_rig import ints
 from recurrent_scene import Scene, Shape, as_answer, as_prompt, chosen, in_float64
-from tape import record
 
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.backend import TorchBackend, TritonBackend

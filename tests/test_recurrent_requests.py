@@ -16,7 +16,7 @@ from mtp_checkpoints import publish
 
 from specdec import Engine, GenerationOutput, SamplingParams, SpecConfig
 
-from inside import assert_idle, state_cache_of
+from engine_internals import assert_idle, state_cache_of
 from marks import deep, deep_cases, examples, is_deep, slow, usual
 
 VOCAB = 300  # more than byte_tokenizer has

@@ -46,7 +46,7 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         # windows
         ({"layer_types": ["chunked_attention"]}, "layer_types=.'chunked_attention'."),  # no window, still unknown
         ({"layer_types": "full_attention"}, "layer_types='full_attention'"),
-        ({"layer_types": []}, r"layer_types=\[\] on 1 layers"),
+        ({"layer_types": []}, r"layer_types=\[\] on 1 layer"),
         (SLIDING, "sliding_window=None with layer_types"),
         (SLIDING | {"sliding_window": 0}, "sliding_window=0 .*whole number of 1 or more"),
         (SLIDING | {"sliding_window": True}, "sliding_window=True"),

@@ -19,7 +19,7 @@ from specdec.serving.tools.tool_parsers import PARSERS
 from specdec.text.detokenize import Detokenizer, token_bytes, token_text
 from specdec.text.token_texts import TokenTexts
 
-from stand_ins import byte_level
+from tiny_tokenizers import byte_level
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 GEMMA_CALL = "<|tool_call>call:f{a:1}<tool_call|>"

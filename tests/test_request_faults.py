@@ -3,13 +3,13 @@
 import threading
 
 import pytest
-from side_by_side import in_threads
+from run_in_threads import in_threads
 
 from specdec import SamplingParams
 from specdec.errors import ConfigError, RequestFailedError, SpecDecError
 from specdec.sampling.grammars import grammar
 
-from inside import assert_idle
+from engine_internals import assert_idle
 
 NEW = 10
 PLAIN = SamplingParams(max_new_tokens=NEW, ignore_eos=True)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cpu_capture import around_launches, record
 from kv_rig import make_allocator
-from tape import around_launches, record
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig

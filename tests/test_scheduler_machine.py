@@ -30,7 +30,7 @@ from specdec import SamplingParams
 from specdec.errors import CapacityError
 from specdec.runtime import scheduler
 
-from inside import (
+from engine_internals import (
     IDLE_STEPS,
     WORTH_WAITING,
     Detokenizer,

@@ -23,7 +23,7 @@ from specdec.serving.http import middleware
 from specdec.serving.logs import traffic_line
 from specdec.serving.metrics import MetricsCollector, Snapshot, figures
 
-from inside import RequestStats, record_round
+from engine_internals import RequestStats, record_round
 from marks import deep_cases, examples
 from served_engine import served, until
 from tiny_families import build_target

@@ -13,9 +13,9 @@ from specdec.errors import ConfigError
 from specdec.runtime.rounds.decode_round import DecodeRound
 from specdec.runtime.rounds.result import NO_DRAFT
 
-from inside import capture_on_tape, captured_rounds
+from engine_internals import capture_on_cpu, captured_rounds
 from marks import deep, deep_cases, slow
-from stand_ins import following
+from scripted_drafter import following
 
 NEW = 14
 TREE = SpecConfig(3, 2, 6)
@@ -31,7 +31,7 @@ def engine_for(make_target, make_drafter, make_engine, monkeypatch):
     """engine_for(drafter, captured=False, spec=TREE, **config)"""
 
     def make(drafter, captured=False, spec=TREE, **config) -> Engine:
-        capture_on_tape(monkeypatch, captured)
+        capture_on_cpu(monkeypatch, captured)
         model = make_target("gemma4-e2b")
         same_vocabulary = partial(make_target, "gemma4-e2b", seed=3)
         module = same_vocabulary() if drafter == "language_model" else make_drafter(drafter, model)

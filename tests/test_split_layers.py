@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_capture import record
 from split_engines import PARAMS, answers, engine_of, target_of, use_peers
-from tape import record
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.backend import TorchBackend

@@ -11,7 +11,7 @@ from specdec import SamplingParams
 from specdec.errors import KVStateError, RequestFailedError, RoundFailedError, name_row
 from specdec.serving.async_engine import AsyncEngine
 
-from inside import Request, assert_idle, capture_on_tape
+from engine_internals import Request, assert_idle, capture_on_cpu
 from marks import deep
 from served_engine import served, until
 
@@ -56,7 +56,7 @@ both_usual = pytest.mark.parametrize("scene", [False, True], ids=["eager", "capt
 
 @pytest.fixture(params=[False, deep(True)], ids=["eager", "captured"])
 def scene(request, make_target, make_engine, greedy_oracle, random_prompt, monkeypatch):
-    capture_on_tape(monkeypatch, request.param)
+    capture_on_cpu(monkeypatch, request.param)
     model, prompts = make_target("gemma4-e2b", seed=1), [random_prompt(n) for n in LENGTHS]
     engine = make_engine(model, "ngram", max_batch_size=8)
     return Scene(engine, prompts, [greedy_oracle(model, prompt, NEW) for prompt in prompts])

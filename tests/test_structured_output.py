@@ -18,7 +18,7 @@ from specdec.runtime.rounds.decode_round import DecodeRound
 from specdec.sampling.grammars import grammar
 from specdec.sampling.reference_sampler import RootMaskedSampler
 
-from inside import assert_idle, capture_on_tape, captured_rounds
+from engine_internals import assert_idle, capture_on_cpu, captured_rounds
 from marks import deep, deep_cases, each_value, examples, quick, slow, usual_cases
 from tiny_models import few_layers
 
@@ -314,7 +314,7 @@ def test_a_stop_ends_a_text_within_its_grammar(kind, stops, text, engine_of, pro
 @pytest.mark.parametrize("kind", [deep(None), "tree", deep("eagle3")], ids=str)
 def test_captured_rounds_give_the_same_tokens(kind, engine_of, prompts, params, alone, monkeypatch):
     """Draft, verify and draw are captured, each with the next one's inputs; masks are data."""
-    capture_on_tape(monkeypatch)
+    capture_on_cpu(monkeypatch)
     engine = engine_of(kind, max_batch_size=2, device="cpu")
     for _ in range(examples(1, 2)):
         outs = engine.generate(prompts[NO_RULES], params[NO_RULES])
@@ -327,7 +327,7 @@ def test_captured_rounds_give_the_same_tokens(kind, engine_of, prompts, params, 
 
 def test_free_requests_keep_their_rounds(engine_of, prompts, monkeypatch):
     """One program, of the same shape as without grammars; and nothing is settled before its time."""
-    capture_on_tape(monkeypatch)
+    capture_on_cpu(monkeypatch)
     engine = engine_of("ngram", max_batch_size=2, device="cpu")
     engine.generate(prompts[:2], SamplingParams(max_new_tokens=12))
     captured = captured_rounds(engine)

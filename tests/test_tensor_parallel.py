@@ -34,7 +34,7 @@ from specdec.layers.gemm.product import split_k_of
 from specdec.layers.split.layer_shares import embedding_share
 from specdec.layers.split.split_decoder import side_by_side
 
-from inside import REFERENCE, TargetModel
+from engine_internals import REFERENCE, TargetModel
 from marks import deep_cases, examples, is_deep, usual_cases
 from tiny_families import VOCAB, build_target
 

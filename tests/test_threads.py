@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from side_by_side import in_threads
+from run_in_threads import in_threads
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
@@ -16,7 +16,7 @@ from specdec.runtime.request import Request
 from specdec.serving.async_engine import AsyncEngine
 from specdec.text.detokenize import Detokenizer
 
-from inside import TargetModel, assert_idle
+from engine_internals import TargetModel, assert_idle
 from marks import deep, deep_cases, examples, slow
 
 NEW = 10

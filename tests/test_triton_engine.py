@@ -23,7 +23,7 @@ from specdec.models.target import TargetModel
 
 from marks import deep, examples
 from processes import run
-from stand_ins import watch_proposals
+from watched_drafts import watch_proposals
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB, LENGTHS = 12, (examples(9, 13), 1, 6)

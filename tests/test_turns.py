@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from side_by_side import in_threads
+from run_in_threads import in_threads
 
 from specdec import SamplingParams
 from specdec.errors import SpecDecError

@@ -15,8 +15,8 @@ from specdec.runtime import sizing
 from specdec.runtime.rounds.drafter_lag import MAX_LAG
 
 from marks import deep, examples, is_deep
-from stand_ins import watch_proposals
 from tiny_families import random_eagle3
+from watched_drafts import watch_proposals
 
 CHAIN = SpecConfig(3, adaptive=False)
 TREE = SpecConfig(3, topk=2, num_draft_tokens=7, adaptive=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from specdec.errors import counted
 from specdec.serving.http.faults import invalid_body
 from specdec.serving.openai.protocol import ChatRequest, CompletionRequest, ResponsesRequest
 
@@ -113,3 +114,8 @@ def test_names_in_backticks_are_in_the_code():
     code = {word for text in texts for word in re.findall(r"\w+", re.sub(r"`[^`\n]*`", "", text))}
     known = code | {Path(file).stem for file in files} | OF_OTHERS
     assert len(named) > 500 and sorted(name for name in named if name and name not in known) == []
+
+
+def test_a_count_of_one_has_a_singular_noun():
+    assert [counted(count, "prompt") for count in (0, 1, 2)] == ["0 prompts", "1 prompt", "2 prompts"]
+    assert [counted(count, "process", "processes") for count in (1, 2)] == ["1 process", "2 processes"]

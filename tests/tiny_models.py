@@ -4,6 +4,7 @@ A plugin of conftest.py. A model is cached for the session, so a test that chang
 """
 
 import functools
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from specdec.modules.private_copy import text_configs
 from greedy_truth import Truth
 from marks import deep, each_value, is_deep, pairs, slow
 from proved_models import SHARED
-from tiny_families import FULL, SLIDING, build_target, random_eagle3, spread
+from tiny_families import FULL, SLIDING, VOCAB, build_target, random_eagle3, spread
 
 FAMILIES = [
     *("gemma4-e2b", "gemma4-31b", "gemma4-moe", "gemma4-multimodal", "gemma3", "gemma2"),
@@ -99,6 +100,17 @@ def shared_target(family: str, seed: int = 0, *, fresh: bool = False, **override
             TARGETS_BUILT[key] = spread(build_target(family, **overrides))
         SHARED[id(TARGETS_BUILT[key])] = TARGETS_BUILT[key]
     return TARGETS_BUILT[key]
+
+
+@pytest.fixture(scope="session")
+def random_prompt() -> Callable[..., list[int]]:
+    """random_prompt(length, seed=0, vocab=96): token ids."""
+
+    def make(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
+        rng = random.Random(1000 * seed + length)
+        return [rng.randrange(vocab) for _ in range(length)]
+
+    return make
 
 
 @pytest.fixture(scope="session")

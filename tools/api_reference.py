@@ -24,7 +24,7 @@ from specdec.gpu.captures import CaptureStats
 from specdec.models.published import BUNDLED_DIR
 from specdec.runtime.drafts.draft_reports import DraftStats
 from specdec.runtime.engine_stats import DeviceStats, EngineStats, PoolStats
-from specdec.runtime.request_output import StreamDelta
+from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.settings.sampling_numbers import SamplingNumbers
 
@@ -89,7 +89,10 @@ def described(value: Any) -> Iterator[str]:
         yield code(signature(node.name, node)) + prose(node)
         return
     bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id not in ("Protocol", "NamedTuple")]
-    values = [ast.unparse(each) for each in node.body if isinstance(each, ast.AnnAssign)]
+    declared = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+    if value in (*RETURNED, GenerationOutput, RequestStats):  # users never make one, so its defaults say nothing
+        declared = [ast.AnnAssign(each.target, each.annotation, None, each.simple) for each in declared]
+    values = [ast.unparse(each) for each in declared]
     if issubclass(value, SamplingNumbers):  # declared elsewhere, and part of it
         bases.remove(SamplingNumbers.__name__)
         inherited = [(each.name, inspect.formatannotation(each.type), each.default) for each in fields(SamplingNumbers)]
@@ -165,8 +168,7 @@ def cell(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """A block. A default of None says by itself that None is allowed."""
-    return f"```text\n{text.replace(' | None = None', ' = None')}\n```\n\n"
+    return f"```text\n{text}\n```\n\n"
 
 
 def prose(node: ast.ClassDef | ast.FunctionDef) -> str:

@@ -43,7 +43,7 @@ from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
-from stand_ins import ScriptedDrafter, random_trees
+from scripted_drafter import ScriptedDrafter, random_trees
 
 VOCAB, NEW = 96, 10
 MAX_PARAMETERS = 30_000_000

@@ -200,13 +200,22 @@ class RecurrentKernels:
         if self._deterministic:
             run_kernel[(heads, tiles, len(pack.rows))](*given, *runs, *strides, **shape, **sizes)
             return out
+        self._launch_spans(pack, given, runs, strides, shape)
+        return out
+
+    def _launch_spans(
+        self, pack: Pack, given: tuple[Any, ...], runs: tuple[Any, ...], strides: list[int], shape: dict[str, Any]
+    ) -> None:
+        """Compute the weights within all spans at once, then the states of each run span by span."""
+        q, k, v, g, beta = given[:5]
+        heads, v_dim = v.shape[1:]
         spans = self._spans = self._spans or spans_of(pack)
         parts, dtype = SPAN_PARTS
         keys = torch.empty((2, parts, *k.shape), dtype=dtype, device=v.device)
         weights = torch.empty((2, parts, len(v), heads, SPAN), dtype=dtype, device=v.device)
         total = torch.empty((len(v), heads), dtype=torch.float32, device=v.device)
         block = _block(v_dim, SPAN_COLUMNS)
-        shape |= {"SPAN": SPAN, "PARTS": parts}
+        shape = shape | {"SPAN": SPAN, "PARTS": parts}
         made = keys, weights, total
         of_parts = keys.stride(1), weights.stride(1)
         weights_kernel[(heads, len(spans[0]))](
@@ -227,7 +236,6 @@ class RecurrentKernels:
             num_warps=SPAN_WARPS,
             num_stages=SPAN_STAGES,
         )
-        return out
 
     def _begun(self, layer_kv: LayerKV) -> PageTable:
         """The tokens before this forward. The first call also folds the states of all layers."""

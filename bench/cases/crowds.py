@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from bench.device import DEVICE, ON_CPU  # isort: skip - before triton
-import tape
+import cpu_capture
 import torch
 from crowd import each_alone, make_crowd, require_no_leak, serve_crowd, wrong_requests
 
@@ -33,7 +33,7 @@ def on_tape(rows: Callable[..., Iterator[Row]]) -> Callable[..., Iterator[Row]]:
 
     @wraps(rows)
     def taped(*arguments: Any, **options: Any) -> Iterator[Row]:
-        record = {"capture_for": lambda _, setting: tape.record if setting else None} if ON_CPU else {}
+        record = {"capture_for": lambda _, setting: cpu_capture.record if setting else None} if ON_CPU else {}
         with mock.patch.multiple(specdec.engine, **record) if record else nullcontext():
             yield from rows(*arguments, **options)
 

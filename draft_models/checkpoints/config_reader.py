@@ -24,7 +24,7 @@ from specdec.draft_models.checkpoints.checkpoint_files import (
     read_config_json,
     read_tensors,
 )
-from specdec.errors import CheckpointError, UnsupportedModelError
+from specdec.errors import CheckpointError, UnsupportedModelError, counted
 
 Config = Mapping[str, Any]
 HeadSettings = dict[str, Any]
@@ -223,7 +223,7 @@ def read_windows(form: Format, settings: HeadSettings, num_layers: int) -> tuple
     `use_sliding_window` is set."""
     window, kinds = settings.get("sliding_window"), settings.get("layer_types")
     use = settings.get("use_sliding_window", kinds is not None)
-    says = f"sliding_window={window} with layer_types={reprlib.repr(kinds)} on {num_layers} layers"
+    says = f"sliding_window={window} with layer_types={reprlib.repr(kinds)} on {counted(num_layers, 'layer')}"
     if kinds is None:
         is_qwen3 = settings["model_type"] == "qwen3"
         num_full = int(settings.get("max_window_layers", QWEN3_FULL_LAYERS))

@@ -30,7 +30,7 @@ from specdec.draft_models.lookup import model_of
 from specdec.draft_models.native_mtp.conventions import MEASURED_STEPS, by_token, clear_winner
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, counted
 from specdec.loading.load_check import CheckedPair, Symptom, drafter_path, visible_symptoms
 from specdec.models.published import HELD_OUT_PROBLEMS, published_acceptance
 from specdec.progress import progress_bar
@@ -81,7 +81,7 @@ def diagnose(
             raise ConfigError("this engine has no tokenizer; give prompts=[[token ids], ...], 4 or more")
         prompts = [problem.text for problem in read_prompts(HELD_OUT_PROBLEMS, PROMPTS)]
     if len(prompts) < 4:
-        raise ConfigError(f"{len(prompts)} prompts; 4 or more are needed to tell a gain from chance")
+        raise ConfigError(f"{counted(len(prompts), 'prompt')}; 4 or more are needed to tell a gain from chance")
     drafter = model_of(engine.drafter)
     if max_new_tokens is None:
         max_new_tokens = MODULE_TOKENS if isinstance(drafter, NativeMtpDrafter) else NEW_TOKENS

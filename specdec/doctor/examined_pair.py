@@ -20,6 +20,7 @@ from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.native_mtp.conventions import conventions_in_words
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
+from specdec.errors import counted
 from specdec.models.target import TargetModel
 from specdec.runtime.request_output import GenerationOutput
 
@@ -101,11 +102,11 @@ def watched_drafter(drafter: Drafter, root: int, seen: list[torch.Tensor]) -> Dr
 def pair_facts(pair: ExaminedPair) -> dict[str, str]:
     """Facts about a pair, one line each: format, taps, positions, norms, tensors, dtype, template, window."""
     target, drafter, spec = pair.target, pair.drafter, pair.engine.spec
-    layout = target.layout
+    layers = counted(len(target.layout.layers), "layer")
     facts = {
-        "target": f"{target.name}, {len(layout.layers)} layers, sliding window {layout.max_window or 'none'}",
+        "target": f"{target.name}, {layers}, sliding window {target.layout.max_window or 'none'}",
         "dtype": f"{str(target.dtype).removeprefix('torch.')} on {target.device}",
-        "draft": f"{spec.num_steps} steps of topk {spec.topk}, {spec.num_nodes} nodes",
+        "draft": f"{counted(spec.num_steps, 'step')} of topk {spec.topk}, {spec.num_nodes} nodes",
         "template": _template(pair),
         "drafter": drafter.name,
     }
@@ -139,8 +140,9 @@ def _module_facts(drafter: NativeMtpDrafter) -> dict[str, str]:
 def _assistant_facts(drafter: Gemma4MTPDrafter) -> dict[str, str]:
     config = drafter.assistant.config.get_text_config()
     head = "centroids" if drafter.model.masked_embedding is not None else "dense"
+    layers = counted(config.num_hidden_layers, "layer")
     return {
-        "format": f"Gemma 4 MTP assistant, {config.num_hidden_layers} layers, hidden {config.hidden_size}, {head} head",
+        "format": f"Gemma 4 MTP assistant, {layers}, hidden {config.hidden_size}, {head} head",
         **{name: str(getattr(drafter, name)) for name in ("layer_map", "windows", "query_offset", "window_shift")},
         **{name: str(getattr(config, name)) for name in ("rope_parameters", "tie_word_embeddings")},
     }

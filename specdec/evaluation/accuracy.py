@@ -9,7 +9,7 @@ those that the present settings would give again; a file with other settings is 
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -25,7 +25,7 @@ from accelerate.utils import gather_object, parse_flag_from_env
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
-from specdec.errors import CapacityError, ConfigError, require_one_of
+from specdec.errors import CapacityError, ConfigError, counted, require_one_of
 from specdec.evaluation.accuracy_report import Report, make_report
 from specdec.evaluation.data_sets import (
     DATA_SETS,
@@ -79,38 +79,37 @@ def evaluate(
     Ctrl-C raises Interrupted with the report of the finished problems.
     """
     require_one_of("task", task, DATA_SETS)
-    data_set = DATA_SETS[task]
+    graded = DATA_SETS[task].graded
     target, drafter = pair_names(target, drafter)
     params, config = params or SamplingParams(), config or EngineConfig()
-    compare = (not data_set.graded and drafter is not None) if compare is None else compare
+    compare = (not graded and drafter is not None) if compare is None else compare
     if compare and drafter is None:
         raise ConfigError("compare without a drafter: there is nothing to compare plain decoding with; give a drafter")
     if params.n > 1:
         raise ConfigError(f"n={params.n}: each problem has one answer; leave n out, or run again with another seed")
     if limit < 0:
         raise ConfigError(f"limit={limit}: a number of problems, or 0 for all, is expected")
-    most = context_length(Checkpoint.from_name(target, loading).hf_config().get_text_config()).max_len
+    max_len = context_length(Checkpoint.from_name(target, loading).hf_config().get_text_config()).max_len
     tokenizer = load_tokenizer(target, loading)
     if tokenizer is None:
         raise ConfigError(f"{target!r} holds no tokenizer, and the problems are text; add the tokenizer's files")
     chat = bool(getattr(tokenizer, "chat_template", None))
     shots = _resolve_shots(task, shots, chat)
-    if data == "auto" and data_set.graded:
+    if data == "auto" and graded:
         data = "bundled" if target == "tiny-gemma4" else "hub"
     source, problems = load_data(task, str(data))
     chosen = choose(problems, limit or len(problems))
-    batches = batches_of(problems, chosen, config.max_batch_size)
-    bare = chat or not data_set.graded  # without a worked-example frame
+    bare = chat or not graded  # without a worked-example frame
     turns = {i: [question_text(turn, bare, shots, instruction) for turn in problems[i].turns] for i in chosen}
     ask = Dialogues(tokenizer, chat, turns)
-    ends = (NEXT_PROBLEM,) if data_set.graded and (shots or not chat) else ()
+    ends = (NEXT_PROBLEM,) if graded and (shots or not chat) else ()
     params = replace(params, seed=params.seed or 0, stop=(*params.stop_strings, *ends))
 
     cpu = pick_device(config.device).type == "cpu" or parse_flag_from_env("ACCELERATE_USE_CPU")
     state = PartialState(cpu=cpu, timeout=timedelta(days=7))  # waits for the slowest process; the default is minutes
     device = state.device if state.num_processes > 1 else config.device
-    if most is not None:
-        ask.require_fits(most, params.max_new_tokens)
+    if max_len is not None:
+        ask.require_fits(max_len, params.max_new_tokens)
     room = config.max_model_len or ask.room(params.max_new_tokens)
     config = replace(config, device=device, max_model_len=room)
     given: dict[str, Any] = {"tokenizer": tokenizer, "spec": spec, "config": config, "drafter_options": drafter_options}
@@ -129,45 +128,76 @@ def evaluate(
     settings |= {"dtype": str(engine.target.dtype), "device": engine.target.device.type}
     settings = json.loads(json.dumps(settings))  # as read from JSON later: tuples become lists
 
-    answers = [problem.answer or "" for problem in problems] if data_set.graded else None
+    batches = {fingerprint(problems, one): one for one in batches_of(problems, chosen, config.max_batch_size)}
+    return Evaluation(task, problems, batches, ask, engines, params, settings, state).run(folder)
 
-    def report(records: Collection[Record]) -> Report:
-        place = f"{hardware(engine.target.device)}, {state.num_processes} process(es)"
-        ordered = sorted(records, key=lambda record: (record["index"], record["turn"]))
-        finished = settings | {"problems": len({record["index"] for record in ordered})}
-        return make_report(finished, answers, ordered, place, [each.category for each in problems], data_set.note)
 
-    with ExitStack() as stack:
-        keep = Path(folder or stack.enter_context(TemporaryDirectory()))
-        found = gather_object(read_transcripts(keep, settings))
-        # only records of the present batches: another batch size may change how many drafts are accepted
-        present = {fingerprint(problems, batch) for batch in batches}
-        records = {(record["index"], record["turn"]): record for record in found if record["batch"] in present}
-        file = stack.enter_context(open_transcripts(keep, settings, state.process_index))
-        unsolved = [batch for batch in batches if not records.keys() >= ask.keys(batch)]
-        mine = unsolved[state.process_index :: state.num_processes]
-        if mine:
-            with working("warming up"):  # allocations, thread pools, kernels
-                short = replace(params, max_new_tokens=min(8, params.max_new_tokens))
-                for one in engines.values():
-                    one.generate([ask.prompt(mine[0][0], [])], short)
-        total = sum(len(turns) for turns in ask.turns.values())
-        update = stack.enter_context(progress_bar(task, total, len(records), enabled=state.is_main_process))
-        try:
-            for batch in mine:
-                for record in solve(engines, ask, batch, params):
-                    if (record["index"], record["turn"]) not in records:
-                        append_record(file, record | {"batch": fingerprint(problems, batch)})
-                        records[record["index"], record["turn"]] = record
-                update(len(records))
-        except KeyboardInterrupt as stop:
-            done = set().union(*(batch for batch in batches if records.keys() >= ask.keys(batch)))
-            where = f", kept in {folder}: the same command continues" if folder else ""
-            finished = [record for record in records.values() if record["index"] in done]
-            made = report(finished) if finished and state.num_processes == 1 else None
-            raise Interrupted(f"{len(done)} of {len(chosen)} problems are finished{where}", made) from stop
-        records = {(record["index"], record["turn"]): record for record in gather_object(list(records.values()))}
-    return report(records.values())
+Records = dict[tuple[int, int], Record]
+"""Finished turns by number of the problem and of the turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Problems of a task, in batches by fingerprint, and the engines that solve them in each of the processes."""
+
+    task: str
+    problems: Sequence[Problem]
+    batches: dict[str, tuple[int, ...]]
+    ask: "Dialogues"
+    engines: dict[str, Engine]
+    params: SamplingParams
+    settings: Record
+    state: PartialState
+
+    def run(self, folder: str | Path | None) -> Report:
+        """Solve the problems that have no transcripts in `folder`, and report on all."""
+        with ExitStack() as stack:
+            keep = Path(folder or stack.enter_context(TemporaryDirectory()))
+            found = gather_object(read_transcripts(keep, self.settings))
+            # only records of the present batches: another batch size may change how many drafts are accepted
+            records = by_turn(record for record in found if record["batch"] in self.batches)
+            file = stack.enter_context(open_transcripts(keep, self.settings, self.state.process_index))
+            unsolved = [name for name, batch in self.batches.items() if not records.keys() >= self.ask.keys(batch)]
+            mine = unsolved[self.state.process_index :: self.state.num_processes]
+            if mine:
+                with working("warming up"):  # allocations, thread pools, kernels
+                    short = replace(self.params, max_new_tokens=min(8, self.params.max_new_tokens))
+                    for engine in self.engines.values():
+                        engine.generate([self.ask.prompt(self.batches[mine[0]][0], [])], short)
+            total, shown = sum(map(len, self.ask.turns.values())), self.state.is_main_process
+            update = stack.enter_context(progress_bar(self.task, total, len(records), enabled=shown))
+            try:
+                for name in mine:
+                    for key, record in by_turn(solve(self.engines, self.ask, self.batches[name], self.params)).items():
+                        if key not in records:
+                            append_record(file, record | {"batch": name})
+                            records[key] = record
+                    update(len(records))
+            except KeyboardInterrupt as stop:
+                raise self.interrupted(records, folder) from stop
+            return self.report(by_turn(gather_object(list(records.values()))))
+
+    def interrupted(self, records: Records, folder: str | Path | None) -> Interrupted:
+        """What Ctrl-C raises. It has a report of the solved batches, unless other processes hold some records."""
+        done = [keys for keys in map(self.ask.keys, self.batches.values()) if records.keys() >= keys]
+        finished = {key: records[key] for keys in done for key in keys}
+        count, where = len({index for index, _ in finished}), f", kept in {folder}: the same command continues"
+        said = f"{count} of {len(self.ask.turns)} problems are finished{where if folder else ''}"
+        return Interrupted(said, self.report(finished) if finished and self.state.num_processes == 1 else None)
+
+    def report(self, records: Records) -> Report:
+        """The report of these turns."""
+        data_set, [engine, *_] = DATA_SETS[self.task], self.engines.values()
+        settings = self.settings | {"problems": len({index for index, _ in records})}
+        answers = [problem.answer or "" for problem in self.problems] if data_set.graded else None
+        place = f"{hardware(engine.target.device)}, {counted(self.state.num_processes, 'process', 'processes')}"
+        categories = [problem.category for problem in self.problems]
+        ordered = [records[key] for key in sorted(records)]
+        return make_report(settings, answers, ordered, place, categories, data_set.note)
+
+
+def by_turn(records: Iterable[Record]) -> Records:
+    return {(record["index"], record["turn"]): record for record in records}
 
 
 @dataclass(frozen=True, slots=True)

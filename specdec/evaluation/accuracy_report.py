@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from specdec.errors import counted
 from specdec.measurement.phase_report import png_of
 from specdec.measurement.timed_comparison import (
     Record,
@@ -267,7 +268,7 @@ def accuracy_title(report: Report) -> str:
     if comparison is not None:
         found.append(f"{comparison['equal']} of {comparison['equal'] + len(comparison['unequal'])} outputs equal")
     found = found or [report["timing"]["hardware"]]
-    return f"{settings['task']}, {settings['problems']} problems: {pair}\n{', '.join(found)}"
+    return f"{settings['task']}, {counted(settings['problems'], 'problem')}: {pair}\n{', '.join(found)}"
 
 
 def _first_run(report: Report) -> Any:

@@ -4,13 +4,13 @@ Compare the ratios: absolute figures depend on the machine and the moment.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, counted
 from specdec.evaluation.accuracy_report import final_number, grade
 from specdec.evaluation.data_sets import batches_of
 from specdec.measurement.conditions import VERSIONS, hardware
@@ -51,89 +51,95 @@ seconds of this process per second of the measurement; None on a GPU. Below 1, t
 """
 
 
-def run_bench(
-    engine: Engine,
-    target: str,
-    drafter: str | None,
-    prompts: Sequence[Problem],
-    params: SamplingParams,
-    *,
-    raw: bool = False,
-    peer: bool = False,
-    data: str = "",
-) -> BenchReport:
-    """Run every way of generating on every prompt. Raises SpecDecError if an output differs from plain decoding.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Every way of generating, on the same prompts.
 
     engine: without a prefix cache, so that every run computes every prompt. target, drafter, data: names of its models
     and of the prompts' source, for the report. params: with a seed at temperatures above 0, or no two outputs would
-    agree. Ctrl-C raises Interrupted with the report of the prompts that all runners finished.
+    agree. raw: prompts without the chat template. peer: also run transformers.
     """
-    spec, config = engine.spec, engine.config
-    bare = engine if drafter is None else Engine(engine.target, None, tokenizer=engine.tokenizer, config=config)
-    runners: dict[str, Runner] = {PLAIN: partial(bare.generate, params=params, progress=False)}
-    if drafter is not None:
-        runners[f"specdec, {drafter}"] = partial(engine.generate, params=params, progress=False)
-    engines = list(runners)
-    if peer:
-        runners["transformers, plain"] = partial(generate_whole, engine, params)
-        runners |= assisted_peer(engine, params, spec.num_steps)
-    ids = [engine.encode(problem.text) if raw else engine.chat_prompt(problem.text) for problem in prompts]
-    with working("warming up"):  # allocations, thread pools, kernels
-        for generate in runners.values():
-            generate(ids[:1])
-    records: list[Record] = []
 
-    def report() -> BenchReport:
-        """The figures of `records`."""
+    engine: Engine
+    target: str
+    drafter: str | None
+    prompts: Sequence[Problem]
+    params: SamplingParams
+    raw: bool = False
+    peer: bool = False
+    data: str = ""
+
+    def run(self) -> BenchReport:
+        """Generate and report. Raises SpecDecError if an output differs from plain decoding. Ctrl-C raises Interrupted
+        with the report of the prompts that all runners finished."""
+        engine, params, prompts = self.engine, self.params, self.prompts
+        bare = engine
+        if self.drafter is not None:
+            bare = Engine(engine.target, None, tokenizer=engine.tokenizer, config=engine.config)
+        runners: dict[str, Runner] = {PLAIN: partial(bare.generate, params=params, progress=False)}
+        if self.drafter is not None:
+            runners[f"specdec, {self.drafter}"] = partial(engine.generate, params=params, progress=False)
+        if self.peer:
+            runners["transformers, plain"] = partial(generate_whole, engine, params)
+            runners |= assisted_peer(engine, params, engine.spec.num_steps)
+        ids = [engine.encode(problem.text) if self.raw else engine.chat_prompt(problem.text) for problem in prompts]
+        with working("warming up"):  # allocations, thread pools, kernels
+            for generate in runners.values():
+                generate(ids[:1])
+        records: list[Record] = []
+        batches = batches_of(prompts, range(len(prompts)), engine.config.max_batch_size)
+        try:
+            with progress_bar("measuring", len(batches)) as update:
+                for done, batch in enumerate(batches, start=1):
+                    group = [ids[i] for i in batch]
+                    runs = run_interleaved(runners, dict.fromkeys(runners, group))
+                    records += [{"index": i, "turn": 0, "runs": run} for i, run in zip(batch, runs, strict=True)]
+                    update(done)
+        except KeyboardInterrupt as stop:
+            finished = self.report(records) if records else None
+            raise Interrupted(f"{len(records)} of {len(ids)} prompts were measured", finished) from stop
+        return self.report(records)
+
+    def report(self, records: Sequence[Record]) -> BenchReport:
+        """The figures of the measured prompts."""
+        engine, spec = self.engine, self.engine.spec
+        template = None if self.raw else getattr(engine.tokenizer, "chat_template", None)
+        engines = [PLAIN] if self.drafter is None else [PLAIN, f"specdec, {self.drafter}"]
         require_parity(records, engines[-1])
         requests = {name: stats_of(records, name) for name in engines}
         stats = RequestStats.total(requests[engines[-1]])
         whole = run_figures(records, comparable=False)
         speeds = {name: timing["tokens_per_second"] for name, timing in whole["timing"].items()}
         slower, accepted = "", None
-        if drafter is not None:
+        if self.drafter is not None:
             slower = why_slower(speeds[engines[-1]] / speeds[PLAIN], stats, off=engine.drafts_off)
             accepted = acceptance_figures(requests[engines[-1]], spec.depth)
         return {
-            "target": target,
-            "drafter": drafter,
+            "target": self.target,
+            "drafter": self.drafter,
             "prompts": len(records),
             "spec": asdict(spec),
-            "temperature": params.temperature,
-            "batch_size": config.max_batch_size,
+            "temperature": self.params.temperature,
+            "batch_size": engine.config.max_batch_size,
             "tokens_per_second": speeds,
             "acceptance_length": stats.acceptance_length,
             "accepted_per_position": stats.accepted_per_position,
             "stats": asdict(stats),
             "drafts_off": engine.drafts_off,
             "slower": slower,
-            "accuracy": _accuracy(records, prompts),
+            "accuracy": _accuracy(records, self.prompts),
             "cut_off": whole["runs"][PLAIN]["cut_off"],
             "hardware": hardware(engine.target.device),
             "versions": VERSIONS,
             "identical_to_plain": True,
-            "data": data,
-            "template": "raw" if raw or not chat else "chat template",
-            "thinking": "the template's default" if chat and not raw and "enable_thinking" in str(chat) else "none",
+            "data": self.data,
+            "template": "chat template" if template else "raw",
+            "thinking": "the template's default" if "enable_thinking" in str(template) else "none",
             "times": {name: time_figures(own, whole["timing"][name]["seconds"]) for name, own in requests.items()},
             "speculative_decoding": accepted,
-            "categories": grouped_figures(records, False, [prompts[one["index"]].category for one in records]),
+            "categories": grouped_figures(records, False, [self.prompts[one["index"]].category for one in records]),
             "processor_share": _processor_share(records) if engine.target.device.type == "cpu" else None,
         }
-
-    chat = getattr(engine.tokenizer, "chat_template", None)
-    batches = batches_of(prompts, range(len(prompts)), config.max_batch_size)
-    try:
-        with progress_bar("measuring", len(batches)) as update:
-            for done, batch in enumerate(batches, start=1):
-                group = [ids[i] for i in batch]
-                runs = run_interleaved(runners, dict.fromkeys(runners, group))
-                records += [{"index": i, "turn": 0, "runs": run} for i, run in zip(batch, runs, strict=True)]
-                update(done)
-    except KeyboardInterrupt as stop:
-        finished = report() if records else None
-        raise Interrupted(f"{len(records)} of {len(ids)} prompts were measured", finished) from stop
-    return report()
 
 
 def require_parity(records: Sequence[Record], name: str) -> None:
@@ -168,8 +174,8 @@ def markdown_table(report: BenchReport) -> str:
     lines = [
         *table_lines(rows),
         "",
-        f"{report['target']}, {report['prompts']} prompts, batch {report['batch_size']}, temperature "
-        f"{report['temperature']:g}, {spec.num_steps} steps of topk {spec.topk}, {spec.num_nodes} nodes: "
+        f"{report['target']}, {counted(report['prompts'], 'prompt')}, batch {report['batch_size']}, temperature "
+        f"{report['temperature']:g}, {counted(spec.num_steps, 'step')} of topk {spec.topk}, {spec.num_nodes} nodes: "
         f"{_drafts_in_words(report, stats)}{accuracy}; "
         f"identical to plain decoding: yes. {report['hardware']}, {report['versions']}{busy and '; '}{busy}.",
         "",

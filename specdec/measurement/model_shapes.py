@@ -17,7 +17,7 @@ from specdec.draft_models.block.block_head import BlockSpec, spread_layers
 from specdec.draft_models.eagle3.head import Eagle3Spec
 from specdec.draft_models.gemma4_mtp import constructible_assistants
 from specdec.draft_models.heads.head_modules import HeadSpec
-from specdec.errors import ConfigError, require_one_of
+from specdec.errors import ConfigError, counted, require_one_of
 from specdec.kvcache.layout import FULL_ATTENTION, SLIDING_ATTENTION
 from specdec.models.published import BUNDLED_DIR
 
@@ -58,7 +58,7 @@ class Shrink:
     @property
     def summary(self) -> str:
         """The changes in words; empty for the published shape."""
-        parts = [] if self.layers is None else [f"{self.layers} layers"]
+        parts = [] if self.layers is None else [counted(self.layers, "layer")]
         return ", ".join(parts if self.divisor == 1 else [*parts, f"widths / {self.divisor}"])
 
     def depth(self, published: int) -> int:

@@ -15,7 +15,7 @@ from torch import nn
 from specdec.config import EngineConfig, SpecConfig
 from specdec.draft_models.base import Drafter
 from specdec.engine import Engine
-from specdec.errors import CapacityError, ConfigError, error_summary, first_line
+from specdec.errors import CapacityError, ConfigError, counted, error_summary, first_line
 from specdec.kvcache.layout import KEEP_ALL
 from specdec.measurement.conditions import conditions
 from specdec.measurement.memory_floor import draft_bytes, read_bandwidth, step_bytes
@@ -188,8 +188,8 @@ def _require_room(engine: Engine, batch: int, max_len: int) -> None:
     if available < batch * max_len:
         each = engine.target.layout.slot_bytes(KEEP_ALL, engine.target.dtype)
         raise CapacityError(
-            f"{batch} requests of {max_len} tokens take {batch * max_len * each / 1e9:.1f} GB of K/V on the full "
-            f"layers, and {available * each / 1e9:.1f} GB are left for them"
+            f"{counted(batch, 'request')} of {max_len} tokens: {batch * max_len * each / 1e9:.1f} GB of K/V on the "
+            f"full layers, and {available * each / 1e9:.1f} GB are left for them"
         )
 
 

@@ -241,6 +241,27 @@ def drafter_of(described: PreTrainedConfig | HeadSpec | MtpSpec, target: TargetM
     return Gemma4MTPDrafter(model, target)
 
 
+def _mean_and_deviation(
+    path: str, weight: torch.Tensor, part: nn.Module, layers: int, gain: float
+) -> tuple[float, float]:
+    """The normal distribution of a parameter. part: its module. gain: mean gain of the family's norms, as stored."""
+    name = path.rpartition(".")[2]
+    if name.endswith("correction_bias"):
+        return 0.0, ROUTER_CORRECTION  # [1, E] in ERNIE
+    if weight.dim() > 1:
+        plain = isinstance(part, nn.Embedding) and not hasattr(part, "embed_scale")
+        return 0.0, (2 * layers) ** 0.5 if plain else weight.shape[-1] ** -0.5
+    if name == "sinks":
+        return 0.0, 1.0
+    if name.endswith("bias"):
+        return 0.0, 0.02
+    if name == "A_log":
+        return -2.0, 0.05  # states that remember some ten tokens
+    if type(part).__name__.endswith("RMSNormGated"):
+        return 1.0, 0.05  # even if the family's other norms store their gain minus 1
+    return gain if "norm" in path else 1.0, 0.05  # gains of norms, scales of routers
+
+
 @torch.no_grad()
 def randomise(module: nn.Module, seed: int, decoder: nn.Module | None = None) -> None:
     """Fill every parameter and packed weight in place, on its device. decoder: the text model whose kind of norms the
@@ -249,22 +270,8 @@ def randomise(module: nn.Module, seed: int, decoder: nn.Module | None = None) ->
     names = [family_name(part) for part in (decoder or module).modules()]
     gain = 0.0 if any(name in FAMILIES and FAMILIES[name].norm_form.plus_one for name in names) else 1.0
     for number, (path, weight) in enumerate(module.named_parameters(), start=1):  # a tied head is its embedding
-        owner, _, name = path.rpartition(".")
-        mean, std = gain if "norm" in path else 1.0, 0.05  # gains of norms, scales of routers
-        part = module.get_submodule(owner)
-        if name.endswith("correction_bias"):
-            mean, std = 0.0, ROUTER_CORRECTION  # [1, E] in ERNIE
-        elif weight.dim() > 1:
-            plain = isinstance(part, nn.Embedding) and not hasattr(part, "embed_scale")
-            mean, std = 0.0, (2 * layers) ** 0.5 if plain else weight.shape[-1] ** -0.5
-        elif name == "sinks":
-            mean, std = 0.0, 1.0
-        elif name.endswith("bias"):
-            mean, std = 0.0, 0.02
-        elif name == "A_log":
-            mean = -2.0  # states that remember some ten tokens
-        elif type(part).__name__.endswith("RMSNormGated"):
-            mean = 1.0  # even if the family's other norms store their gain minus 1
+        part = module.get_submodule(path.rpartition(".")[0])
+        mean, std = _mean_and_deviation(path, weight, part, layers, gain)
         weight.normal_(mean, std, generator=torch.Generator(weight.device).manual_seed(seed + number))
     parts: list[Any] = list(module.modules())
     for number, packed in enumerate(weight for part in parts for weight in packed_of(part)):

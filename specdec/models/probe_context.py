@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from specdec.attention.bridge import IGNORED_KWARGS
 from specdec.attention.dense import VisibleKeys, attend_alone, attend_together
 from specdec.attention.recurrence.blocks import NewPlaces, RecordBlock, convolved, folded, run_blocks
-from specdec.errors import UnsupportedModelError
+from specdec.errors import UnsupportedModelError, counted
 from specdec.kvcache.layer_context import AttentionCall, LayerContext, OwnRows, Recurrence, ScoreOptions
 from specdec.kvcache.layout import KVLayout
 from specdec.kvcache.recurrent_state import FOLD
@@ -123,7 +123,7 @@ class ProbeContext(LayerContext):
 
     def _fault(self, call: AttentionCall) -> str | None:
         if not 0 <= call.layer < len(self.layout.layers):
-            return f"reports layer_idx {call.layer}, but the config has {len(self.layout.layers)} layers"
+            return f"reports layer_idx {call.layer}, but the config has {counted(len(self.layout.layers), 'layer')}"
         spec = self.layout.layers[call.layer]
         query, key, value = call.query, call.key, call.value
         kept = [(field.heads, field.dim) for field in spec.fields]

@@ -90,6 +90,7 @@ class CacheNeeds:
         self.groups = groups = cache_groups(self.layouts)
         self.page_size = page_size = config.page_size
         self.batch = batch = config.max_batch_size
+        self.lookahead = lookahead
         self.max_lag = drafts.max_lag_in(groups)
         self.slot_bytes = [sum(each.slot_bytes(retention, dtype) for each in self.layouts) for retention in groups]
         self.state_bytes = sum(each.state_bytes(dtype) for each in self.layouts)
@@ -123,6 +124,31 @@ class CacheNeeds:
             return [config.full_slots, *windowed]
         left = budget - sum(count * size for count, size in zip(windowed, self.slot_bytes[1:], strict=True))
         return [min(self.slots[PRIMARY], max(left, 0) // max(self.slot_bytes[PRIMARY], 1)), *windowed]
+
+    def require_room(self, slots: list[int], budget: int, device: torch.device) -> None:
+        """Raise CapacityError if these slots of each group can hold no request, or the device cannot hold them."""
+        pools = ", ".join(f"{count} {retention.name}" for retention, count in zip(self.groups, slots, strict=True))
+        if min(slots) < self.page_size and 0 < budget <= self.all_state_bytes:
+            raise CapacityError(
+                f"max_batch_size={self.batch}: states of recurrent layers, with copies for cached prefixes, take "
+                f"{self.all_state_bytes / 1e9:,.2f} GB, and {budget / 1e9:,.2f} GB are there for them and for K/V; "
+                "lower max_batch_size, or raise memory_share"
+            )
+        for (group, _), there, held in zip(self.groups.items(), slots, self.held, strict=True):
+            needed = min(whole_pages(1 + self.lookahead, self.page_size), held)
+            if there // self.page_size * self.page_size < needed:
+                option = "full_slots" if group == PRIMARY else "swa_slots"
+                raise CapacityError(
+                    f"{option}={there} can hold no request: a prompt of one token takes {needed} slots, with "
+                    f"{self.lookahead} lookahead slots and page size {self.page_size}; give {needed} or more, or leave "
+                    f"it None, which takes a share of the memory that is free ({budget / 1e9:,.2f} GB)"
+                )
+        needed = sum(count * size for count, size in zip(slots, self.slot_bytes, strict=True)) + self.all_state_bytes
+        if needed > all_bytes(device):
+            raise CapacityError(
+                f"KV pools of {pools} slots take {needed / 1e9:,.1f} GB, and {device} has "
+                f"{all_bytes(device) / 1e9:,.1f} GB in all; lower full_slots / swa_slots, or leave them None"
+            )
 
 
 def whole_pages(slots: int, page_size: int) -> int:
@@ -173,28 +199,7 @@ def make_cache(
     slots = needs.slots_within(config, max(budget - needs.all_state_bytes, 0))
     if config.max_model_len is None:
         max_len = max(min(max_len, slots[PRIMARY] - lookahead), 1)
-    pools = ", ".join(f"{count} {retention.name}" for retention, count in zip(needs.groups, slots, strict=True))
-    if min(slots) < page_size and 0 < budget <= needs.all_state_bytes:
-        raise CapacityError(
-            f"max_batch_size={batch}: states of recurrent layers, with copies for cached prefixes, take "
-            f"{needs.all_state_bytes / 1e9:,.2f} GB, and {budget / 1e9:,.2f} GB are there for them and for K/V; lower "
-            "max_batch_size, or raise memory_share"
-        )
-    for (group, _), there, held in zip(needs.groups.items(), slots, needs.held, strict=True):
-        needed = min(whole_pages(1 + lookahead, page_size), held)
-        if there // page_size * page_size < needed:
-            option = "full_slots" if group == PRIMARY else "swa_slots"
-            raise CapacityError(
-                f"{option}={there} can hold no request: a prompt of one token takes {needed} slots, with "
-                f"{lookahead} lookahead slots and page size {page_size}; give {needed} or more, or leave it None, "
-                f"which takes a share of the memory that is free ({budget / 1e9:,.2f} GB)"
-            )
-    needed = sum(count * size for count, size in zip(slots, needs.slot_bytes, strict=True)) + needs.all_state_bytes
-    if needed > all_bytes(target.device):
-        raise CapacityError(
-            f"KV pools of {pools} slots take {needed / 1e9:,.1f} GB, and {target.device} has "
-            f"{all_bytes(target.device) / 1e9:,.1f} GB in all; lower full_slots / swa_slots, or leave them None"
-        )
+    needs.require_room(slots, budget, target.device)
     pages = [count // page_size for count in slots]
     allocator = HybridAllocator(needs.groups, pages, page_size=page_size, device=target.device)
     table = RequestTable(

@@ -14,6 +14,7 @@ import time
 from queue import SimpleQueue
 from typing import Any, Literal
 
+from specdec.errors import counted
 from specdec.serving.metrics import MetricsCollector, Snapshot
 from specdec.serving.state import ServeState
 
@@ -120,11 +121,11 @@ def describe(state: ServeState) -> str:
     if sliding:
         slots += f" and {sliding} of sliding windows"
     if engine.drafter is not None:
-        sizes = f"{engine.spec.num_steps} steps, {engine.spec.num_nodes} nodes"
+        sizes = f"{counted(engine.spec.num_steps, 'step')}, {engine.spec.num_nodes} nodes"
         drafter = f"{engine.drafter.__class__.__name__} ({sizes})"
     return (
         f"serving {', '.join(state.settings.model_names)}: weights in {engine.weights}, "
-        f"context {engine.max_model_len} tokens, {engine.config.max_batch_size} requests at a time, "
+        f"context {engine.max_model_len} tokens, {counted(engine.config.max_batch_size, 'request')} at a time, "
         f"{slots} ({engine.kv_bytes / 1e9:.2f} GB), "
         f"drafter {drafter}, tool parser {'none' if parser is None else parser.__name__}"
     )
@@ -152,7 +153,7 @@ def traffic_line(before: Snapshot | None, after: Snapshot, seconds: float) -> st
     parts = [
         f"prompts {since.prompt_tokens / seconds:.1f} tokens/s",
         f"outputs {since.output_tokens / seconds:.1f} tokens/s",
-        f"{after.engine.running} requests running, {after.engine.waiting} waiting",
+        f"{counted(after.engine.running, 'request')} running, {after.engine.waiting} waiting",
         f"KV slots {100 * pool.held / pool.capacity if pool.capacity else 0:.1f} % in use",
     ]
     if since.prompt_tokens:

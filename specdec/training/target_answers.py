@@ -19,7 +19,7 @@ from accelerate import PartialState
 
 from specdec.config import SamplingParams
 from specdec.engine import Engine
-from specdec.errors import ConfigError, shown
+from specdec.errors import ConfigError, counted, shown
 from specdec.progress import Stage
 from specdec.runtime.calls.handle import Handle
 from specdec.text.prompt_files import QUESTION_KEYS, json_lines, parse_problem
@@ -94,7 +94,7 @@ def read_prompt_file(path: Path) -> list[Chat]:
     prompts = [_chat_of(record, f"{path}:{number}") for number, record in json_lines(path)]
     if len(prompts) < 2:
         raise ConfigError(
-            f"{path} holds {len(prompts)} prompts; at least 2 are needed, since one is kept for the report"
+            f"{path} holds {counted(len(prompts), 'prompt')}; at least 2 are needed, since one is kept for the report"
         )
     return prompts
 
@@ -145,7 +145,7 @@ def collect_answers(engine: Engine, prompts: Iterator[Chat], settings: TrainSett
     waiting = itertools.islice(fitting_prompts(engine, mine, settings.length), done, None)
     began = time.perf_counter() - spent
     handles: deque[Handle] = deque()
-    stage.update(max(done / count, spent / seconds), f"{done} answers")
+    stage.update(max(done / count, spent / seconds), counted(done, "answer"))
     with open_records(path) as file:
         while done < count and (not done or time.perf_counter() - began < seconds):
             queue = range(done + len(handles), min(done + BATCHES_QUEUED * settings.batch, count))
@@ -160,7 +160,7 @@ def collect_answers(engine: Engine, prompts: Iterator[Chat], settings: TrainSett
             took = time.perf_counter() - began
             append_record(file, {"prompt": out.prompt_token_ids, "answer": out.token_ids, "seconds": round(took, 1)})
             done += 1
-            stage.update(max(done / count, took / seconds), f"{done} answers")
+            stage.update(max(done / count, took / seconds), counted(done, "answer"))
     for handle in handles:
         handle.abort()
 

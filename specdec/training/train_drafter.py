@@ -17,7 +17,7 @@ from accelerate import PartialState
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, counted
 from specdec.loading.drafter_loading import load_any_drafter
 from specdec.loading.model_loading import Checkpoint, load_tokenizer, pick_device
 from specdec.models.described_model import context_length
@@ -73,7 +73,7 @@ def measure(
             "accepted_per_position": [round(share, 3) for share in stats.accepted_per_position],
         }
         figure = "no round had drafts" if length is None else f"acceptance length {length:.2f}"
-        print(f"{name}: {figure} over {len(ids)} prompts with room for an answer", flush=True)
+        print(f"{name}: {figure} over {counted(len(ids), 'prompt')} with room for an answer", flush=True)
     return found
 
 
@@ -123,7 +123,7 @@ def train_drafter(settings: TrainSettings) -> None:
     if isinstance(drafter, TrainableEagle3):
         drafter.choose_vocabulary(documents, settings.draft_vocab)
     parameters = sum(p.numel() for part in drafter.trained.values() for p in part.parameters())
-    sizes = f"{len(documents)} answers, {tokens} tokens; {parameters / 1e6:.2f} million parameters to train"
+    sizes = f"{counted(len(documents), 'answer')}, {tokens} tokens; {parameters / 1e6:.2f} million parameters to train"
     state.print(sizes, flush=True)
     result: dict[str, Any] = {"target": settings.target, "kind": settings.kind, "parameters": parameters}
     result |= {"answers": len(documents), "answer_tokens": tokens, "processes": state.num_processes}

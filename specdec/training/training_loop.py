@@ -9,6 +9,8 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -144,6 +146,44 @@ def average_gradients(weights: list[nn.Parameter]) -> None:
             grad.copy_(reduce(grad.float(), "mean"))
 
 
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """The drafter in the folder `out`, and next to it the file from which a killed training continues."""
+
+    drafter: TrainableDrafter
+    optimizer: MixedOptimizer
+    out: Path
+
+    @property
+    def file(self) -> Path:
+        return self.out / "training" / "state.pt"
+
+    def load(self) -> tuple[int, float, float]:
+        """Load an earlier run's optimiser and vocabulary. Returns its steps, seconds and loss: 0, 0 and NaN if none."""
+        if not self.file.exists():
+            return 0, 0.0, float("nan")
+        state = torch.load(self.file, map_location=self.drafter.target.device, weights_only=True)
+        if "optimizers" not in state["optimizer"]:
+            raise ConfigError(
+                f"{self.file} holds the optimiser of an earlier specdec, which this version cannot continue; "
+                "delete it to train again on the same answers, or train into another --out"
+            )
+        self.optimizer.load_state_dict(state["optimizer"])
+        if state["target_ids"] is not None:
+            self.drafter.module.target_ids = state["target_ids"]  # today's answers may give other ids
+        print(f"continuing from step {state['step']}, {state['seconds']:.0f} s of training", flush=True)
+        return state["step"], state["seconds"], state["loss"]
+
+    def save(self, step: int, seconds: float, loss: float) -> None:
+        """Save both, in the main process."""
+        if PartialState().is_main_process:
+            self.drafter.save(self.out)
+            part = self.file.with_suffix(".part")
+            record = {"step": step, "seconds": seconds, "loss": loss, "target_ids": self.drafter.target_ids}
+            torch.save(record | {"optimizer": self.optimizer.state_dict()}, part)
+            part.replace(self.file)  # atomic
+
+
 def train_steps(
     drafter: TrainableDrafter, batches: TrainingBatches, settings: TrainSettings, stage: Stage
 ) -> dict[str, Any]:
@@ -154,28 +194,8 @@ def train_steps(
     optimizer = MixedOptimizer(
         torch.nn.ModuleDict(drafter.trained), settings.lr, settings.muon_lr, settings.optimizer == "muon"
     )
-    state_file = settings.out / "training" / "state.pt"
-    step, spent, value = 0, 0.0, float("nan")
-    if state_file.exists():
-        state = torch.load(state_file, map_location=drafter.target.device, weights_only=True)
-        if "optimizers" not in state["optimizer"]:
-            raise ConfigError(
-                f"{state_file} holds the optimiser of an earlier specdec, which this version cannot continue; "
-                "delete it to train again on the same answers, or train into another --out"
-            )
-        optimizer.load_state_dict(state["optimizer"])
-        if state["target_ids"] is not None:
-            drafter.module.target_ids = state["target_ids"]  # today's answers may give other ids
-        step, spent, value = state["step"], state["seconds"], state["loss"]
-        print(f"continuing from step {step}, {spent:.0f} s of training", flush=True)
-
-    def save(seconds: float) -> None:
-        if PartialState().is_main_process:
-            drafter.save(settings.out)
-            part = state_file.with_suffix(".part")
-            record = {"step": step, "seconds": seconds, "loss": value, "target_ids": drafter.target_ids}
-            torch.save(record | {"optimizer": optimizer.state_dict()}, part)
-            part.replace(state_file)  # atomic
+    saved_state = SavedState(drafter, optimizer, settings.out)
+    step, spent, value = saved_state.load()
 
     def fraction() -> float:
         """The maximum over all processes, so that all make the same decision."""
@@ -202,10 +222,10 @@ def train_steps(
             done = fraction()
             stage.update(done, f"step {step}, loss {value:.4f}, epoch {step * batches.width / batches.count:.2f}")
             if done >= 1 or now - saved > SAVE_EVERY:
-                save(now - start)
+                saved_state.save(step, now - start, value)
                 saved = now
     except KeyboardInterrupt:
-        save(time.perf_counter() - start)
+        saved_state.save(step, time.perf_counter() - start, value)
         raise
     drafter.module.eval()
     PartialState().wait_for_everyone()

@@ -12,7 +12,7 @@ from specdec.cli.commands import GenerateOptions
 from specdec.cli.output_files import STDOUT, write_report
 from specdec.config import SamplingParams
 from specdec.engine import Engine
-from specdec.errors import ConfigError, shown
+from specdec.errors import ConfigError, counted, shown
 from specdec.models.weight_storage import is_quantised, weights_in_words
 from specdec.progress import working
 from specdec.runtime.drafts.draft_reports import acceptance_in_words
@@ -79,7 +79,8 @@ def print_stream(engine: Engine, ids: list[int], params: SamplingParams) -> Gene
 def print_summary(out: GenerationOutput, engine: Engine, legend: Text | None) -> None:
     stats = out.stats
     line = Text(style="dim")
-    line.append(f"{len(out.token_ids)} tokens, finished by {out.finish_reason}; {stats.rounds} target forwards")
+    tokens, forwards = counted(len(out.token_ids), "token"), counted(stats.rounds, "target forward")
+    line.append(f"{tokens}, finished by {out.finish_reason}; {forwards}")
     if engine.drafter is None:
         line.append("; no drafter (give --drafter)")
     elif stats.rounds:  # a single token comes from the prompt's own forward

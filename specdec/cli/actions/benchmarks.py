@@ -24,7 +24,7 @@ from specdec.draft_models.lookup import model_of
 from specdec.errors import ConfigError
 from specdec.evaluation.accuracy import evaluate
 from specdec.evaluation.accuracy_report import drawn, markdown
-from specdec.evaluation.bench_run import markdown_table, run_bench
+from specdec.evaluation.bench_run import Bench, markdown_table
 from specdec.evaluation.data_sets import DATA_SETS, choose, load_data
 from specdec.measurement.model_shapes import ON_REQUEST, find_shape
 from specdec.measurement.phase_report import drawn_phases, phase_table, require_matplotlib
@@ -165,10 +165,20 @@ def bench_pair(options: BenchOptions) -> None:
     options.require_unused()
     source, prompts = bench_prompts(options)
     params = SamplingParams(options.max_new_tokens, options.temperature, seed=options.seed)
-    names = options.target, drafter_name(options)
+    drafter = drafter_name(options)
     engine = load_engine(options, options.batch_size, prefix_cache=False)
     with engine, shown_when_interrupted(markdown_table):
-        report = run_bench(engine, *names, prompts, params, raw=options.raw, peer=options.peer, data=source)
+        bench = Bench(
+            engine=engine,
+            target=options.target,
+            drafter=drafter,
+            prompts=prompts,
+            params=params,
+            raw=options.raw,
+            peer=options.peer,
+            data=source,
+        )
+        report = bench.run()
     write_report(report, markdown_table(report), options.json_file, indent=None)
 
 

@@ -21,7 +21,7 @@ from specdec.cli.actions.settings import load_engine, prepare_output, request_pa
 from specdec.cli.commands import ChatOptions
 from specdec.config import SamplingParams
 from specdec.engine import Engine
-from specdec.errors import CapacityError, SpecDecError, shown
+from specdec.errors import CapacityError, SpecDecError, counted, shown
 from specdec.runtime.drafts.draft_reports import acceptance_in_words
 from specdec.runtime.request_output import GenerationOutput
 from specdec.text.detokenize import DraftColours
@@ -217,7 +217,8 @@ class Session:
     def _summary(self, output: GenerationOutput, seconds: float) -> Text:
         count, stats = len(output.token_ids), output.stats
         line = Text(
-            f"{count} tokens, {count / seconds:.1f} tokens/s, the first after {stats.first_token_seconds:.2f} s"
+            f"{counted(count, 'token')}, {count / seconds:.1f} tokens/s, "
+            f"the first after {stats.first_token_seconds:.2f} s"
         )
         if self.engine.drafter is not None:
             line.append(f"; {acceptance_in_words(stats, self.engine.drafts_off)}" if stats.rounds else "")

@@ -7,6 +7,7 @@ from specdec.cli.actions.list_pairs import size, weights_line
 from specdec.cli.actions.settings import pair_arguments, prepare_output
 from specdec.cli.commands import ListOptions
 from specdec.cli.output_files import write_report
+from specdec.errors import counted
 from specdec.measurement.memory_plan import memory_plan
 from specdec.models.published import text_table
 
@@ -22,7 +23,7 @@ def show_memory(options: ListOptions) -> None:
 def memory_lines(plan: dict[str, Any]) -> Iterator[str]:
     batch, length = plan["batch_size"], plan["max_model_len"]
     yield f"{plan['dtype']} on {plan['device']}, requests of {length:,} tokens, pages of {plan['page_size']}"
-    rows = [("cache group", "layers", "heads x size", "bytes a token", "a request", f"{batch} requests")]
+    rows = [("cache group", "layers", "heads x size", "bytes a token", "a request", counted(batch, "request"))]
     for group in plan["groups"]:
         figures = f"{group['token_bytes']:,}", size(group["request_bytes"]), size(group["batch_bytes"])
         for kept in group["kept"] or [{"layers": 0, "fields": {}}]:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 from specdec.attention.backend import Backend
 from specdec.config import BoundedDepth, EngineConfig, OpenDepth, SamplingParams, SpecConfig
 from specdec.draft_models.base import Fit
-from specdec.errors import ConfigError, UnsupportedModelError, shown
+from specdec.errors import ConfigError, UnsupportedModelError, counted, shown
 from specdec.modules.weight_watch import updates_are_counted
 from specdec.settings.plain_arguments import plain_number
 
@@ -28,7 +28,7 @@ def params_for(params: Any, count: int) -> list[SamplingParams]:
     if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
         raise ConfigError(f"params={shown(params)}: one SamplingParams, or a list of one for each prompt, is expected")
     if len(params) != count:
-        raise ConfigError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one each")
+        raise ConfigError(f"{len(params)} SamplingParams for {counted(count, 'prompt')}; give one for all, or one each")
     return list(params)
 
 

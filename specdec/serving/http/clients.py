@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from specdec.errors import counted
 from specdec.serving.fair_pool import CLIENT
 from specdec.serving.http.faults import ApiError
 from specdec.serving.server_settings import ServeSettings
@@ -61,16 +62,18 @@ class ClientLimits:
     def refusal(self, client: str, now: float) -> ApiError | None:
         """The refusal of this client's request; None: it is allowed, and counted for its minute."""
         if self.at_a_time and self.open[client] >= self.at_a_time:
-            said, wait = f"you have {self.at_a_time} open requests, the most allowed; wait for one to end", 1.0
+            wait = 1.0
+            said = f"you have {counted(self.at_a_time, 'open request')}, the most allowed; wait for one to end"
         elif self.per_minute and (wait := self.take(client, now)):
-            said = f"you have sent {self.per_minute} requests within a minute, the most allowed"
+            said = f"you have sent {counted(self.per_minute, 'request')} within a minute, the most allowed"
         else:
             return None
         self._refused[client] += 1
         if now >= self._quiet_until:
             self._quiet_until = now + QUIET_SECONDS
             for name, count in self._refused.most_common(8):
-                logger.warning("%d requests of %s were refused (429): it exceeds its own limits", count, name or "?")
+                refused = counted(count, "request")
+                logger.warning("refused (429) %s of %s: it exceeds its own limits", refused, name or "?")
             self._refused.clear()
         return ApiError(429, said, code="rate_limit_exceeded", headers={"Retry-After": str(max(1, math.ceil(wait)))})
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tape import record
+from cpu_capture import record
 
 import specdec.engine
 from specdec import Engine
@@ -71,7 +71,7 @@ def prompt_chunks() -> Iterator[list[int]]:
         yield lengths
 
 
-def capture_on_tape(patch: pytest.MonkeyPatch, captured: bool = True) -> None:
+def capture_on_cpu(patch: pytest.MonkeyPatch, captured: bool = True) -> None:
     """Make later engines capture rounds and prompts on a CPU, or capture nothing."""
     patch.setattr(specdec.engine, "capture_for", lambda *_: record if captured else None)
 

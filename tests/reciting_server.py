@@ -30,9 +30,10 @@ from specdec.runtime.request import Request
 from specdec.sampling.grammars.grammar import GrammarState
 from specdec.sampling.grammars.token_rules import Words, token_bits
 
+from scripted_drafter import ScriptedDrafter
 from served_engine import served
-from stand_ins import ScriptedDrafter, byte_level
 from tiny_families import build_target, spread
+from tiny_tokenizers import byte_level
 
 MAX_DRAFTS = 16
 CONTEXT = 1 << 14
