@@ -2,12 +2,14 @@
 waiting threads, and that a thread's torch modes are restored."""
 
 import gc
+import itertools
 import os
 import random
 import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from unittest.mock import Mock
 
 import pytest
@@ -16,7 +18,7 @@ from run_in_threads import in_threads
 
 from specdec import SamplingParams
 from specdec.errors import SpecDecError
-from specdec.modules.weight_watch import StorageWatch
+from specdec.modules.weight_watch import StorageWatch, holding, weights_lock_held
 from specdec.runtime.calls.turns import Turns, with_modes_restored
 from specdec.serving.engine_thread import EngineThread
 
@@ -240,6 +242,27 @@ def test_a_request_is_submitted_and_aborted_without_waiting_for_a_turn(make_targ
     handle.abort()
     engine._turns.run = run
     assert handle.finished and engine.scheduler.idle
+
+
+@pytest.mark.parametrize("instruction", range(0, 40, 3))
+def test_an_interrupt_while_the_lock_over_weights_is_taken_leaves_no_trace(instruction):
+    """The thread seemed to hold it ever after, and what it submitted or aborted waited for another call's turn."""
+    lock, count = threading.Lock(), itertools.count()
+
+    def trace(frame, event, _):
+        frame.f_trace_opcodes = True
+        if event == "opcode" and next(count) == instruction:
+            raise KeyboardInterrupt
+        return trace if frame.f_code.co_name == "holding" else None
+
+    with suppress(KeyboardInterrupt):
+        sys.settrace(trace)
+        try:
+            with holding(lock):
+                assert weights_lock_held()
+        finally:
+            sys.settrace(None)
+    assert not weights_lock_held()
 
 
 def test_a_call_within_a_step_of_the_same_thread_is_refused(make_target, make_engine, random_prompt):

@@ -25,13 +25,13 @@ logger = logging.getLogger("specdec")
 
 _VERSION = attrgetter("_version")
 
-_HELD = ContextVar("does this thread hold a weights lock", default=False)
+_HELD: ContextVar[tuple[threading.Lock, ...]] = ContextVar("weights locks that this thread takes", default=())
 
 
 @contextmanager
 def holding(lock: threading.Lock) -> Iterator[None]:
     """Take a weights lock."""
-    before = _HELD.set(True)
+    before = _HELD.set((*_HELD.get(), lock))
     try:
         with lock:
             yield
@@ -40,8 +40,8 @@ def holding(lock: threading.Lock) -> Iterator[None]:
 
 
 def weights_lock_held() -> bool:
-    """Does this thread hold a weights lock?"""
-    return _HELD.get()
+    """Does this thread hold a weights lock? An interrupt may have left one in the list that it has released."""
+    return any(lock.locked() for lock in _HELD.get())
 
 
 class StorageWatch:
