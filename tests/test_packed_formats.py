@@ -10,9 +10,12 @@ import pytest
 import reference_weights
 import torch
 from packed_checkpoints import compressed
+from packed_weights import random_weight
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from specdec.draft_models.checkpoints.checkpoint_files import equals_weight
+from specdec.layers.packed.packed_modules import PackedLinear
 from specdec.layers.packed.packed_weight import dequantised, numbers_of
 from specdec.models.quantised.formats import (
     AWQ,
@@ -171,3 +174,12 @@ def test_activations_rounded_as_they_come_do_not_matter():
     dynamic = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
     config = compressed({"num_bits": 8, "type": "float", "strategy": "channel"}, "float-quantized", dynamic)
     assert quantization_of(config).format_of("linear").title == "FP8 by channel"
+
+
+def test_a_packed_weight_equals_no_plain_one():
+    """A drafter that stores a plain copy of it would otherwise share it. `PackedLinear.weight` made that so."""
+    module = PackedLinear(random_weight("int4", 16, 32))
+    copy = module.weight
+    plain = torch.nn.Linear(32, 16, bias=False)
+    plain.weight.data.copy_(copy)
+    assert equals_weight(copy, plain) and not equals_weight(copy, module)

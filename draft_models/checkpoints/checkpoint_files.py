@@ -21,6 +21,7 @@ from torch import nn
 
 from specdec.draft_models.base import TargetInfo
 from specdec.errors import CheckpointError, first_line, naming_file, shown
+from specdec.layers.packed.packed_modules import packed_of
 
 logger = logging.getLogger("specdec")
 
@@ -275,7 +276,7 @@ def fill_head(make: Callable[[], AnyModule], state: StateDict) -> AnyModule:
 
 def equals_weight(tensor: Any, module: nn.Module | None) -> bool:
     """Is this tensor a copy of the module's weight? False for a packed module, which has no plain weight."""
-    weight: Any = getattr(module, "weight", None)
+    weight: Any = None if module is None or packed_of(module) else getattr(module, "weight", None)
     same_kind = weight is not None and tensor.shape == weight.shape and is_unquantised(tensor)
     return same_kind and torch.equal(tensor.to(weight), weight)
 
