@@ -43,7 +43,10 @@ def headed(form):
     return lambda name, arguments: form % (name, json.dumps(arguments))
 
 
-THINK, CHANNEL = "<think>\n%s\n</think>\n\n", "<|channel>thought\n%s\n<channel|>"
+THINK = "<think>\n%s\n</think>\n\n"
+"""A thought as Qwen writes it."""
+CHANNEL = "<|channel>thought\n%s\n<channel|>"
+"""A thought as Gemma 4 writes it."""
 # parser, thoughts, how a call and a thought are written
 FORMATS = {
     "qwen": ("hermes", "qwen3", called("<tool_call>\n%s\n</tool_call>"), THINK),

@@ -59,10 +59,16 @@ class ChatTextAnswer(TextAnswer):
             prompt = truncate_prompt(body, engine, prompt, params.max_new_tokens)
             params = await engine.off_loop(partial(self._make_params, len(prompt)))
         self.prompts = [prompt]
-        if params.stop:
+        if params.stop and self._may_think:
             parser = await engine.off_loop(partial(self._make_parser, params))
             params = replace(params, thought_marks=parser.thought_marks)
         return params
+
+    @property
+    def _may_think(self) -> bool:
+        """May the answer have thoughts, marked as the server was told or as its tool format does?"""
+        native = self.state.tool_parser
+        return reasoning_format(self.settings.reasoning_parser) is not None or (native is not None and native.thinks)
 
     def make_reader(self) -> AnswerReader:
         return AnswerReader(

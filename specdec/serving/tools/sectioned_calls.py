@@ -10,7 +10,7 @@ import re
 from specdec.serving.tools.character_reader import NAME, Reading, require_syntax
 from specdec.serving.tools.tool_json import JsonToolParser
 
-FENCE, LANGUAGE = "```", "json"
+FENCE, LANGUAGE = "```", "json"  # of the Markdown block around the arguments
 KIMI_ID = re.compile(r"(?:functions\.)?(\S+):[0-9]+")
 MAX_KIMI_ID = 160
 KIND = "function"
