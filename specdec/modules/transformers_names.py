@@ -1,5 +1,5 @@
-"""Names in transformers: a module's family, the auto class of a config, a substitute for unknown model types, and a
-forward's cache argument (`cache` from 5.24 on, `past_key_values` before)."""
+"""Names in transformers: a module's family, the auto class of a config, a substitute for unknown model types and for a
+wrong class of tokenizers, and a forward's cache argument (`cache` from 5.24 on, `past_key_values` before)."""
 
 import functools
 import inspect
@@ -7,12 +7,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from specdec.errors import UnsupportedModelError, shown
 
 READ_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 """Model types that transformers does not know, with the types that have the same layers. Their own code is not run."""
+
+BYTE_SPACE = "\u0120"
+"""A space in vocabularies whose tokens are bytes."""
 
 
 def family_name(module: nn.Module) -> str:
@@ -79,6 +89,20 @@ def _as_transformers_names(own: dict[str, Any]) -> dict[str, Any]:
             "sliding_attention": {**share, "rope_theta": sliding},
         }
     return own | {name: value for name, value in read.items() if own.get(name) is None}
+
+
+def read_tokenizer(path: str, **options: Any) -> PreTrainedTokenizerBase:
+    """A checkpoint's tokenizer.
+
+    DeepSeek's distilled Llamas and coders name the class of Llama 2, whose steps transformers 5 puts in the place of
+    those in tokenizer.json: no space is read or written. The file alone counts then.
+    """
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, **options)
+    backend = getattr(found, "backend_tokenizer", None)
+    has_bytes = backend is not None and backend.token_to_id(BYTE_SPACE) is not None
+    if has_bytes and " " not in backend.decode(backend.encode("a b", add_special_tokens=False).ids):
+        return PreTrainedTokenizerFast.from_pretrained(path, **options)
+    return found
 
 
 def cache_argument(module: nn.Module, cache: Any) -> dict[str, Any]:
