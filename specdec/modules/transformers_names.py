@@ -98,10 +98,10 @@ def read_tokenizer(path: str, **options: Any) -> PreTrainedTokenizerBase:
     those in tokenizer.json: no space is read or written. The file alone counts then.
     """
     found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, **options)
-    backend = getattr(found, "backend_tokenizer", None)
+    backend: Any = getattr(found, "backend_tokenizer", None)
     has_bytes = backend is not None and backend.token_to_id(BYTE_SPACE) is not None
     if has_bytes and " " not in backend.decode(backend.encode("a b", add_special_tokens=False).ids):
-        return PreTrainedTokenizerFast.from_pretrained(path, **options)
+        found = PreTrainedTokenizerFast.from_pretrained(path, **options)
     return found
 
 

@@ -328,7 +328,8 @@ def _writing(backend: Any) -> Any:
     backend.no_padding()
     backend.no_truncation()
     if backend.normalizer is not None:
-        parts = backend.normalizer if isinstance(backend.normalizer, normalizers.Sequence) else [backend.normalizer]
+        several = isinstance(backend.normalizer, normalizers.Sequence)
+        parts: Any = backend.normalizer if several else [backend.normalizer]
         backend.normalizer = normalizers.Sequence([part for part in parts if _is_undone(part)])
     return backend
 
