@@ -1,17 +1,22 @@
 """Grammars by themselves: which tokens may come next, where a text may end, what is forced, what is refused."""
 
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from tokenizers import normalizers
+from transformers import PreTrainedTokenizerFast
 
 from specdec import SamplingParams
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError
 from specdec.sampling.grammars import grammar
 from specdec.sampling.grammars.grammar import Grammars, compute_masks, tree_masks
+
+from tiny_tokenizers import byte_level
 
 EOS = 256  # of byte_tokenizer
 WIDE = 300  # a head wider than the tokenizer, and no multiple of 32
@@ -219,6 +224,37 @@ def test_choices_are_taken_literally(start):
         assert start(one, choice=odd).may_end, one
     with pytest.raises(AttributeError):  # the grammar went nowhere with the b
         start("aXb", choice=odd)
+
+
+CONTROLS = ("<eos>", "<table>", "[PAD]")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["cafe\u0301", "\u095c", "a <table>b", "<table>", "<eos>x", "[PAD] ABC"],
+    ids=["decomposed", "recomposed", "within", "alone", "end", "normalised"],
+)
+@pytest.mark.parametrize("grammar", ["choice", "regex", "json_schema"])
+def test_a_forced_text_is_written_as_it_is(grammar, text):
+    """Regression: a text that the tokenizer's normalizer changes (Qwen's is NFC), or that names a control token (Gemma
+    has one for "<table>"), was forced as tokens that the grammar then refused, which ended the request."""
+    backend = byte_level([("a", "b"), ("e", "Ì")])
+    backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    backend.add_special_tokens(list(CONTROLS))
+    tokenizer, ends = (
+        PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>"),
+        {backend.token_to_id("<eos>")},
+    )
+    params = {"choice": {"choice": [text]}, "json_schema": {"json_schema": {"const": text}}}
+    params["regex"] = {"regex": f"{re.escape(text)}(x{{2}}|y)"}
+    state = Grammars(tokenizer, 300).start(SamplingParams(**params[grammar]), frozenset(ends), ends)
+    written = []
+    while not state.may_end:
+        [token, *_] = np.unpackbits(state.mask.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+        written.append(token)
+        state = state.after(token)
+    said = tokenizer.decode(written, skip_special_tokens=True)
+    assert said.startswith(text) if grammar == "regex" else text == (said if grammar == "choice" else json.loads(said))
 
 
 def test_a_grammar_is_compiled_once(byte_tokenizer, monkeypatch):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers import Regex, pre_tokenizers
 
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.draft_models import gemma4_mtp
@@ -18,6 +19,8 @@ from specdec.evaluation.accuracy import open_transcripts
 from specdec.loading import model_loading
 from specdec.models.published import resolve_name
 from specdec.text.record_files import append_record
+
+from tiny_tokenizers import byte_level
 
 SMALL = EngineConfig(max_batch_size=1, max_model_len=64)
 
@@ -89,6 +92,24 @@ def test_the_template_of_a_processor_is_the_tokenizers_if_it_has_none(without_to
     assert model_loading.load_tokenizer(without_tokenizer).chat_template is None
     (without_tokenizer / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     assert model_loading.load_tokenizer(without_tokenizer).chat_template == template
+
+
+@pytest.mark.parametrize("named", ["LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer", "PreTrainedTokenizerFast"])
+def test_a_tokenizer_of_bytes_is_that_of_its_file_whatever_class_it_names(named, tmp_path):
+    """DeepSeek-R1-Distill-Llama and DeepSeek-Coder name Llama's: "hello world" was read as "helloworld"."""
+    backend = byte_level([("Ġ", "w"), ("1", "2"), ("2", "3")])
+    digits = pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    backend.add_special_tokens(["<eos>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    said = {"tokenizer_class": named, "eos_token": "<eos>", "chat_template": "{{ messages[0].content }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    tokenizer = model_loading.load_tokenizer(tmp_path)
+    text = " a world: é 1212312 e\u0301\n"
+    assert tokenizer.encode(text, add_special_tokens=False) == backend.encode(text).ids
+    assert tokenizer.decode(backend.encode(text).ids) == text
+    assert (tokenizer.eos_token_id, tokenizer.chat_template) == (backend.token_to_id("<eos>"), said["chat_template"])
 
 
 def test_a_tokenizer_that_is_given_needs_no_warning(without_tokenizer, caplog):

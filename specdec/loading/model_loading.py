@@ -22,7 +22,7 @@ from urllib.request import getproxies, proxy_bypass
 import torch
 from huggingface_hub import constants, snapshot_download
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils.hub import cached_file
 
@@ -34,7 +34,7 @@ from specdec.models.quantised.packed_quantizer import PackedConfig, without_quan
 from specdec.models.quantised.quantised_weights import require_values_read
 from specdec.models.quantised.quantization_config import Quantization, quantization_of, stored_config
 from specdec.models.weight_storage import weights_in_words
-from specdec.modules.transformers_names import auto_class, config_read_as
+from specdec.modules.transformers_names import auto_class, config_read_as, read_tokenizer
 from specdec.settings.plain_arguments import as_dtype
 
 logger = logging.getLogger("specdec")
@@ -271,7 +271,7 @@ def load_tokenizer(name: str | os.PathLike[str], options: Mapping[str, Any] | No
     if not os.path.isdir(checkpoint.path):
         require_hub(checkpoint.name, checkpoint.hub_options)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint.path, **checkpoint.hub_options)
+        tokenizer = read_tokenizer(checkpoint.path, **checkpoint.hub_options)
         if isinstance(tokenizer.model_max_length, str):  # as some files have it; transformers compares it with numbers
             tokenizer.model_max_length = int(float(tokenizer.model_max_length))
         if tokenizer.chat_template is None:

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
+from tokenizers import normalizers
 
 from specdec.config import MAX_FORCED_TOKENS, SamplingParams
 from specdec.errors import ConfigError, clipped, faults_go_to
@@ -116,20 +117,17 @@ class GrammarLibrary:
         if find_spec("llguidance") is None:
             raise ConfigError('grammars need llguidance: pip install "specdec-runtime[grammar]", or leave them out')
         # imported here, since it is slow and few engines need it
-        import llguidance.hf
         import llguidance.numpy
 
         self._llguidance: Any = llguidance
         self.num_words = -(-vocab_size // 32)
         try:
             known = max(max(tokenizer.get_vocab().values()) + 1, vocab_size)
-            self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=known)
+            backend = _writing(tokenizer.backend_tokenizer).to_str()  # as JSON it can be sent to another process
+            self._tokenizer = llguidance.LLTokenizer(backend, n_vocab=known, eos_token=tokenizer.eos_token_id)
         except Exception as error:  # of any kind, even a panic of the library
             raise ConfigError(f"grammars cannot be followed with this tokenizer ({reason_of(str(error))})") from None
-        backend = copy.copy(tokenizer.backend_tokenizer)  # as JSON it can be sent to another process
-        backend.no_padding()
-        backend.no_truncation()
-        self._trial = GrammarTrial(backend.to_str(), tokenizer.eos_token_id, n_vocab=known)
+        self._trial = GrammarTrial(backend, tokenizer.eos_token_id, n_vocab=known)
         self._one_at_a_time = threading.Lock()
         self._executor = self._llguidance.LLExecutor()
         self._width = -(-self._tokenizer.vocab_size // 32)
@@ -192,11 +190,24 @@ class GrammarLibrary:
         return bits
 
     def _texts(self, matchers: Sequence[Any]) -> Words:
-        """Tokens of the model that may follow these texts, [M, words], without the library's own end token."""
+        """Tokens of the model that may follow these texts, [M, words], without the library's own end token.
+
+        The library takes a text that a grammar forces for the control token that it names ("<table>"), and then refuses
+        this token: ordinary tokens spell the text.
+        """
         bits = np.zeros((len(matchers), self._width), dtype=np.int32)
         numbered = [(matcher, number) for number, matcher in enumerate(matchers)]
         self._llguidance.numpy.fill_next_token_bitmask_par(self._executor, numbered, bits)
-        return bits[:, : self.num_words] & self._own
+        bits = bits[:, : self.num_words] & self._own
+        for mask, matcher in zip(bits, matchers, strict=True):
+            if np.count_nonzero(mask) > 1:
+                continue
+            only = only_bit(mask)
+            if not mask.any() if only is None else not matcher.validate_tokens([only]):
+                forced = matcher.compute_ff_bytes().decode(errors="ignore")
+                spelt = [token for token in self._tokenizer.greedy_tokenize(forced)[:1] if token < 32 * self.num_words]
+                mask[:] = self._own & token_bits(spelt, self.num_words)
+        return bits
 
 
 @dataclass(eq=False)
@@ -308,6 +319,25 @@ def reason_of(message: str) -> str:
     named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     reason = (named or lines or ["it gives no reason"])[0]
     return "no text does" if reason == "NoExtensionBias" else clipped(reason, 200)
+
+
+def _writing(backend: Any) -> Any:
+    """The tokenizer of a grammar's own text, which is to be written as it is: without the normalizers that read another
+    text, such as NFC."""
+    backend = copy.copy(backend)
+    backend.no_padding()
+    backend.no_truncation()
+    if backend.normalizer is not None:
+        several = isinstance(backend.normalizer, normalizers.Sequence)
+        parts: Any = backend.normalizer if several else [backend.normalizer]
+        backend.normalizer = normalizers.Sequence([part for part in parts if _is_undone(part)])
+    return backend
+
+
+def _is_undone(normalizer: Any) -> bool:
+    """Does decoding undo what this normalizer does, such as to write "▁" for a space?"""
+    described = json.loads(normalizer.__getstate__())
+    return described["type"] in ("Prepend", "ByteLevel") or described.get("pattern") == {"String": " "}
 
 
 def _options(schema: Any) -> dict[str, Any] | None:

@@ -48,8 +48,9 @@ def tried(library: Any, tokenizer: Any, asked: dict[str, Any]) -> dict[str, Any]
     for _ in range(TRIED_TOKENS):
         mask = copy.compute_bitmask() if not copy.is_error() else b""
         first = next((8 * at + (byte & -byte).bit_length() - 1 for at, byte in enumerate(mask) if byte), None)
-        if copy.is_error() or first is None or first in tokenizer.eos_tokens or not copy.consume_token(first):
-            break
+        if copy.is_error() or first is None or first in tokenizer.eos_tokens or not copy.validate_tokens([first]):
+            break  # the last: a control token for the text that names it, which ordinary tokens spell
+        copy.consume_token(first)
     reason = copy.get_error() if copy.is_error() else ""
     if not reason and (forced := len(matcher.compute_ff_bytes())) > asked["forced"]:
         reason = f"it begins with {forced} forced bytes, and {asked['forced']} are allowed"
