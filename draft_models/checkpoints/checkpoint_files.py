@@ -92,6 +92,18 @@ def read_config_json(file: Path) -> dict[str, Any]:
     return config
 
 
+def loading_reason(error: Exception, config: Mapping[str, Any]) -> str:
+    """The reason of transformers' error in one sentence. If it looked up a name in vain, such as an activation, a type
+    of RoPE or a dtype, the sentence is about the setting that has this value."""
+    name = error.args[0] if isinstance(error, KeyError) else getattr(error, "name", None)
+    for place, part in _parts("", config) if isinstance(name, str) else ():
+        for key, value in part.items():
+            if value == name:
+                return f"{place}{key}={shown(name)}, which transformers does not know; give a value that it has"
+    trust = " If you trust it, give trust_remote_code=True (--trust-remote-code)"
+    return first_line(error) + (trust if "trust_remote_code" in str(error) else "")
+
+
 def _parts(place: str, part: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The config and those of `PARTS` that it has; RoPE may have one part per layer type."""
     yield place, part

@@ -135,8 +135,7 @@ class Checkpoint:
                     part.return_dict = True  # otherwise modules return tuples without names
             return read
         except Exception as error:  # its checks raise their own errors, and unchecked values raise anything
-            trust = " If you trust it, give trust_remote_code=True (--trust-remote-code)"
-            reason = first_line(error) + (trust if "trust_remote_code" in str(error) else "")
+            reason = checkpoint_files.loading_reason(error, self.config)
             raise CheckpointError(f"the config.json of {self.name!r} cannot be used: {reason}") from error
 
     def folder(self) -> Path:
@@ -183,7 +182,8 @@ class Checkpoint:
             if isinstance(error, SpecDecError):  # such as broken promises about packed weights
                 reason = str(error)
             raise (CheckpointError if from_files else UnsupportedModelError)(
-                f"{self.name!r} ({config.model_type}) cannot be loaded: {reason or first_line(error)}"
+                f"{self.name!r} ({config.model_type}) cannot be loaded: "
+                f"{reason or checkpoint_files.loading_reason(error, self.config)}"
             ) from error
         model, info = loaded
         with about(f"{self.name!r} cannot be loaded"):
@@ -197,14 +197,16 @@ class Checkpoint:
                 f"{self.name!r}: tensor {key} is {list(stored)}, and by the config.json it would be {list(made)}; give "
                 "a config.json and weights that belong together"
             )
-        missing = sorted(info["missing_keys"])
+        missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
         if missing:
+            near = difflib.get_close_matches(missing[-1], unused, n=1, cutoff=0)
+            others = f" (and has {len(unused)} others, such as {near[0]})" if near else ""
             raise CheckpointError(
                 f"{self.name!r}: the checkpoint lacks {len(missing)} tensors of {type(model).__name__}, {missing[0]} "
-                "first; they would be random numbers"
+                f"first{others}; they would be random numbers"
             )
-        if info["unexpected_keys"]:
-            logger.info("%s: %d tensors of the checkpoint are not used", self.name, len(info["unexpected_keys"]))
+        if unused:
+            logger.info("%s: %d tensors of the checkpoint are not used, %s first", self.name, len(unused), unused[0])
         placed = "device_map" in options or getattr(model, "is_quantized", False)  # quantisers place modules themselves
         ready: PreTrainedModel = (model if placed else model.to(device=device)).eval()
         return ready
