@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 from specdec.errors import UnsupportedModelError
 from specdec.models.probe import Tolerance, prove
@@ -59,3 +60,13 @@ def test_a_weight_that_is_no_number_is_named_and_not_the_attention(make_target):
     model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
     with pytest.raises(UnsupportedModelError, match=r"NaN or infinite; model\.layers\.1\.mlp\.up_proj\.weight"):
         TargetModel(model)
+
+
+def test_layers_may_lie_under_another_name():
+    """DBRX has them in `blocks` and GPT-2 in `h`: both were "not a stack of decoder layers"."""
+    rope_and_clip = {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 1.0}
+    sizes = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 96, "max_seq_len": 64}
+    experts = {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}
+    config = transformers.DbrxConfig(**sizes, attn_config=rope_and_clip, ffn_config=experts)
+    target = TargetModel(transformers.DbrxForCausalLM(config).eval())
+    assert len(target.layout.layers) == 2 and target.can_pause

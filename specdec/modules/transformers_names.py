@@ -1,5 +1,5 @@
-"""Names in transformers: a module's family, the auto class of a config, a substitute for unknown model types, and a
-forward's cache argument (`cache` from 5.24 on, `past_key_values` before)."""
+"""Names in transformers: a module's family, a decoder's layers, the auto class of a config, a substitute for unknown
+model types, and a forward's cache argument (`cache` from 5.24 on, `past_key_values` before)."""
 
 import functools
 import inspect
@@ -13,6 +13,15 @@ from specdec.errors import UnsupportedModelError, shown
 
 READ_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 """Model types that transformers does not know, with the types that have the same layers. Their own code is not run."""
+
+LAYER_LISTS = ("layers", "h", "blocks")
+"""Attributes under which text models have their layers: "h" in GPT-2 and GPT-BigCode, "blocks" in DBRX."""
+
+
+def layers_of(decoder: nn.Module) -> nn.ModuleList | None:
+    """The list of a text model's layers; None: it has none by a known name."""
+    found = (getattr(decoder, name, None) for name in LAYER_LISTS)
+    return next((layers for layers in found if isinstance(layers, nn.ModuleList)), None)
 
 
 def family_name(module: nn.Module) -> str:
