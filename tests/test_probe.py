@@ -1,9 +1,10 @@
-"""How near a model's packed rows must be to its own forward."""
+"""How near a model's packed rows must be to its own forward, and layers that are named or called in other ways."""
 
 import pytest
 import torch
 import transformers
 
+from specdec import SamplingParams
 from specdec.errors import UnsupportedModelError
 from specdec.models.probe import Tolerance, prove
 from specdec.models.target import TargetModel
@@ -70,3 +71,16 @@ def test_layers_may_lie_under_another_name():
     config = transformers.DbrxConfig(**sizes, attn_config=rope_and_clip, ffn_config=experts)
     target = TargetModel(transformers.DbrxForCausalLM(config).eval())
     assert len(target.layout.layers) == 2 and target.can_pause
+
+
+@pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
+def test_layers_that_pass_attention_no_keywords_get_the_context_through(family, greedy_oracle, make_engine):
+    """They pass a mask, and were refused because they drop the context."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = getattr(transformers, f"{family}Config")(**sizes, num_key_value_heads=2, vocab_size=96, eos_token_id=None)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    prompt = [9, 33, 12, 70, 41, 22, 33]
+    [out] = make_engine(model, None, page_size=4).generate([prompt], SamplingParams(max_new_tokens=6, ignore_eos=True))
+    assert out.token_ids == greedy_oracle(model, prompt, 6)
+    assert not any(layer._forward_pre_hooks for layer in model.model.layers)
