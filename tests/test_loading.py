@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from refusal_checks import one_sentence
-from transformers import AutoModelForCausalLM, MiniMaxM2Config
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MiniMaxM2Config
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
 from specdec.errors import CheckpointError, ConfigError
@@ -100,6 +100,13 @@ def test_a_config_whose_numbers_do_not_fit_is_refused_in_one_sentence(edit, says
         with pytest.raises(SpecDecError, match=says) as error:
             Engine.from_pretrained(*given, config=CONFIG)
         assert "\n" not in str(error.value) and len(str(error.value)) < 600
+
+
+def test_gpt2s_own_names_of_sizes_are_checked_too(tmp_path):
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=96, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="n_layer=0, expected a whole number above 0"):
+        Engine.from_pretrained(edited(tmp_path, {"n_layer": 0}), config=CONFIG)
 
 
 def test_the_parts_of_a_multimodal_config_and_those_of_heads_are_checked_too(make_target, tmp_path):

@@ -60,6 +60,7 @@ TOKENS = ValueKind(
 CHECKED_KEYS: dict[str, ValueKind] = {
     **dict.fromkeys(("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings"), COUNT),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), COUNT),
+    **dict.fromkeys(("n_layer", "n_head", "n_embd", "n_positions"), COUNT),  # of GPT-2
     **dict.fromkeys(("intermediate_size",), INDEX),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"), NUMBER),
     **dict.fromkeys(("rope_theta", "factor", "original_max_position_embeddings"), POSITIVE),
