@@ -42,7 +42,7 @@ def specdec_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | LayerContext | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -52,8 +52,9 @@ def specdec_attention(
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
     """The registered attention function: queries [1, Hq, B*N, D] -> [1, B*N, Hq, D], or [B*N, Hq, 1, D] -> [B*N, 1, Hq,
-    D]."""
-    if specdec_ctx is None:
+    D]. The context is a keyword or, in layers that pass none, the mask."""
+    context = attention_mask if specdec_ctx is None else specdec_ctx
+    if context is None or isinstance(context, torch.Tensor):
         raise SpecDecError(
             "the attention implementation 'specdec' works inside a specdec engine only; "
             "restore the model with model.set_attn_implementation('sdpa') to call it yourself"
@@ -61,7 +62,7 @@ def specdec_attention(
     layer = int(getattr(module, "layer_idx", -1))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(layer, query, key, value, scaling, sliding_window, s_aux, softcap, extra)
-    return specdec_ctx.attend(call).contiguous(), None  # some models call `view` on it
+    return context.attend(call).contiguous(), None  # some models call `view` on it
 
 
 AttentionInterface.register(ATTENTION_NAME, specdec_attention)

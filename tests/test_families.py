@@ -78,6 +78,7 @@ MADE_HERE = {
     "opt-post-norm": lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=16, tie_word_embeddings=False),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**BASE),
     "gpt_neox-serial": lambda: transformers.GPTNeoXConfig(**BASE, use_parallel_residual=False),
+    "gpt2": lambda: transformers.GPT2Config(**SIZES, **TOKENS, n_positions=256),
     "phi": lambda: transformers.PhiConfig(**BASE),
     "hyperclovax": lambda: transformers.HyperCLOVAXConfig(**HEADS, logits_scaling=0.5),  # multiplies, granite divides
     "nanochat": lambda: transformers.NanoChatConfig(**GQA),
@@ -118,7 +119,6 @@ def served(make_target):
 
 
 # served, with the model's own tokens
-
 
 FAMILIES = [deep(name) if name in IMPLIED else name for name in SERVED]
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from refusal_checks import one_sentence
-from transformers import AutoModelForCausalLM, MiniMaxM2Config
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MiniMaxM2Config
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
 from specdec.errors import CheckpointError, ConfigError
@@ -85,7 +85,9 @@ def test_shards_are_read_and_a_missing_one_and_an_index_that_is_cut_off_are_name
             "rope_parameters.factor=0, expected a number above",
         ),
         ({"architectures": 5}, "architectures=5, expected a list of names"),
-        ({"hidden_act": "nix"}, "cannot be loaded: KeyError: 'nix'"),
+        ({"hidden_act": "nix"}, "cannot be loaded: hidden_act='nix', which transformers does not know"),
+        ({"rope_parameters": {"rope_type": "su"}}, "rope_parameters.rope_type='su', which transformers does not know"),
+        ({"dtype": "bf16"}, "cannot be used: dtype='bf16', which transformers does not know"),
         ({"intermediate_size": 40}, r"proj.weight is \[.*48.*\], and by the config.json it would be \[.*40.*\]"),
     ],
     ids=str,
@@ -98,6 +100,13 @@ def test_a_config_whose_numbers_do_not_fit_is_refused_in_one_sentence(edit, says
         with pytest.raises(SpecDecError, match=says) as error:
             Engine.from_pretrained(*given, config=CONFIG)
         assert "\n" not in str(error.value) and len(str(error.value)) < 600
+
+
+def test_gpt2s_own_names_of_sizes_are_checked_too(tmp_path):
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=96, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="n_layer=0, expected a whole number above 0"):
+        Engine.from_pretrained(edited(tmp_path, {"n_layer": 0}), config=CONFIG)
 
 
 def test_the_parts_of_a_multimodal_config_and_those_of_heads_are_checked_too(make_target, tmp_path):
@@ -281,7 +290,8 @@ def test_the_text_model_of_another_layout_is_not_filled_with_random_numbers(make
     model.save_pretrained(tmp_path)
     model.config.text_config.save_pretrained(tmp_path)
     edited(tmp_path, {"architectures": ["Gemma4ForCausalLM"]})
-    with pytest.raises(SpecDecError, match=r"lacks .* tensors of Gemma4ForCausalLM"):
+    says = r"lacks .* of Gemma4ForCausalLM.* \(and has \d+ others, such as model\.language_model"
+    with pytest.raises(SpecDecError, match=says):
         Checkpoint.from_name(str(tmp_path)).load(torch.float32, CPU)
 
 

@@ -1,8 +1,10 @@
-"""How near a model's packed rows must be to its own forward."""
+"""How near a model's packed rows must be to its own forward, and layers that are named or called in other ways."""
 
 import pytest
 import torch
+import transformers
 
+from specdec import SamplingParams
 from specdec.errors import UnsupportedModelError
 from specdec.models.probe import Tolerance, prove
 from specdec.models.target import TargetModel
@@ -59,3 +61,26 @@ def test_a_weight_that_is_no_number_is_named_and_not_the_attention(make_target):
     model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
     with pytest.raises(UnsupportedModelError, match=r"NaN or infinite; model\.layers\.1\.mlp\.up_proj\.weight"):
         TargetModel(model)
+
+
+def test_layers_may_lie_under_another_name():
+    """DBRX has them in `blocks` and GPT-2 in `h`: both were "not a stack of decoder layers"."""
+    rope_and_clip = {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 1.0}
+    sizes = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 96, "max_seq_len": 64}
+    experts = {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}
+    config = transformers.DbrxConfig(**sizes, attn_config=rope_and_clip, ffn_config=experts)
+    target = TargetModel(transformers.DbrxForCausalLM(config).eval())
+    assert len(target.layout.layers) == 2 and target.can_pause
+
+
+@pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
+def test_layers_that_pass_attention_no_keywords_get_the_context_through(family, greedy_oracle, make_engine):
+    """They pass a mask, and were refused because they drop the context."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = getattr(transformers, f"{family}Config")(**sizes, num_key_value_heads=2, vocab_size=96, eos_token_id=None)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    prompt = [9, 33, 12, 70, 41, 22, 33]
+    [out] = make_engine(model, None, page_size=4).generate([prompt], SamplingParams(max_new_tokens=6, ignore_eos=True))
+    assert out.token_ids == greedy_oracle(model, prompt, 6)
+    assert not any(layer._forward_pre_hooks for layer in model.model.layers)

@@ -214,6 +214,12 @@ def exaone(tmp_path_factory: pytest.TempPathFactory) -> Published:
     return publish("exaone4", tmp_path_factory.mktemp("exaone4"))
 
 
+@pytest.mark.parametrize(("family", "part"), [("nemotron_h", "norm"), ("granitemoehybrid", "layers.0.mlp")])
+def test_a_target_without_the_parts_of_a_module_is_refused(family: str, part: str, make_target: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"has no `{part}`; choose another kind of drafter"):
+        trainable_native_mtp(TargetModel(make_target(family)), None, None)
+
+
 @deep_cases("gemma2")
 @pytest.mark.parametrize("family", ["gemma4-e2b", "gpt_oss", "gemma2", deep("llama"), deep("qwen3"), deep("gemma3")])
 def test_a_new_module_of_any_family_learns(family: str, make_target: Any) -> None:

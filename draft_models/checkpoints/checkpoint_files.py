@@ -60,6 +60,7 @@ TOKENS = ValueKind(
 CHECKED_KEYS: dict[str, ValueKind] = {
     **dict.fromkeys(("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings"), COUNT),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), COUNT),
+    **dict.fromkeys(("n_layer", "n_head", "n_embd", "n_positions"), COUNT),  # of GPT-2
     **dict.fromkeys(("intermediate_size",), INDEX),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"), NUMBER),
     **dict.fromkeys(("rope_theta", "factor", "original_max_position_embeddings"), POSITIVE),
@@ -90,6 +91,18 @@ def read_config_json(file: Path) -> dict[str, Any]:
         if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
             raise CheckpointError(f"{place}num_attention_heads={heads} do not group over num_key_value_heads={groups}")
     return config
+
+
+def loading_reason(error: Exception, config: Mapping[str, Any]) -> str:
+    """The reason of transformers' error in one sentence. If it looked up a name in vain, such as an activation, a type
+    of RoPE or a dtype, the sentence is about the setting that has this value."""
+    name = error.args[0] if isinstance(error, KeyError) else getattr(error, "name", None)
+    for place, part in _parts("", config) if isinstance(name, str) else ():
+        for key, value in part.items():
+            if value == name:
+                return f"{place}{key}={shown(name)}, which transformers does not know; give a value that it has"
+    trust = " If you trust it, give trust_remote_code=True (--trust-remote-code)"
+    return first_line(error) + (trust if "trust_remote_code" in str(error) else "")
 
 
 def _parts(place: str, part: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -28,7 +28,13 @@ from specdec.draft_models.native_mtp.mtp_drafter import (
     MtpTarget,
     NativeMtpDrafter,
 )
-from specdec.draft_models.native_mtp.mtp_module import LoadPacked, MtpModule, decoder_on_device, read_parts
+from specdec.draft_models.native_mtp.mtp_module import (
+    LoadPacked,
+    MtpModule,
+    decoder_on_device,
+    read_parts,
+    require_known_parts,
+)
 from specdec.errors import CheckpointError, UnsupportedModelError, about, first_line, naming_file, shown
 
 CONVENTIONS = "mtp_conventions.json"
@@ -144,6 +150,7 @@ def native_mtp_drafter(
             raise no_modules()
         _require_whole(files, modules)
         family = family or conventions_of(folder, target)
+        require_known_parts(target.user_decoder)
         decoder = decoder_on_device(target.user_decoder, target.device)
         for number, names in enumerate(modules.values()):
             state = {place: stored_tensor(files[name], name) for place, name in names.items()}

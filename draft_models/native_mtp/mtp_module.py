@@ -18,7 +18,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from specdec.draft_models.checkpoints.checkpoint_files import is_unquantised
 from specdec.draft_models.heads.fused_layers import EchoContext, Parts, fuse_in_place
-from specdec.errors import CheckpointError, first_line
+from specdec.errors import CheckpointError, UnsupportedModelError, first_line
 from specdec.gpu.operations import Operations
 from specdec.kvcache.layer_context import LayerContext
 from specdec.layers.fuse import FusedNorm, fuse, fuse_linear
@@ -137,6 +137,19 @@ def nearest_mlp(decoder: Any, like: int, routed: bool) -> int:
     like %= len(layers)
     alike = [number for number, layer in enumerate(layers) if _has_experts(layer.state_dict()) == routed]
     return min(alike, key=lambda number: abs(number - like), default=like)
+
+
+def require_known_parts(decoder: Any) -> None:
+    """Raise UnsupportedModelError unless a text model has the parts that modules are made like, under their names."""
+    for path in ("layers", "norm", "norm.weight", "layers.0.mlp"):
+        part: Any = decoder
+        for name in path.split("."):
+            part = getattr(part, name, None)
+        if part is None:
+            raise UnsupportedModelError(
+                f"an MTP module is made like parts of the target, and {type(decoder).__name__} has no `{path}`; choose "
+                "another kind of drafter"
+            )
 
 
 def decoder_on_device(decoder: Any, device: torch.device) -> Any:

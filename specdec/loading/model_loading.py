@@ -6,7 +6,6 @@ passed on: revision, token, trust_remote_code, quantization_config, ...
 """
 
 import difflib
-import json
 import logging
 import os
 import re
@@ -29,12 +28,13 @@ from transformers.utils.hub import cached_file
 from specdec.draft_models.checkpoints import checkpoint_files
 from specdec.draft_models.registry import WORDS, building, require_target
 from specdec.errors import CheckpointError, ConfigError, SpecDecError, UnsupportedModelError, about, first_line, shown
+from specdec.loading.read_tokenizer import read_tokenizer
 from specdec.models.published import BUNDLED_NAMES, resolve_name
 from specdec.models.quantised.packed_quantizer import PackedConfig, without_quantization
 from specdec.models.quantised.quantised_weights import require_values_read
 from specdec.models.quantised.quantization_config import Quantization, quantization_of, stored_config
 from specdec.models.weight_storage import weights_in_words
-from specdec.modules.transformers_names import auto_class, config_read_as, read_tokenizer
+from specdec.modules.transformers_names import auto_class, config_read_as
 from specdec.settings.plain_arguments import as_dtype
 
 logger = logging.getLogger("specdec")
@@ -135,8 +135,7 @@ class Checkpoint:
                     part.return_dict = True  # otherwise modules return tuples without names
             return read
         except Exception as error:  # its checks raise their own errors, and unchecked values raise anything
-            trust = " If you trust it, give trust_remote_code=True (--trust-remote-code)"
-            reason = first_line(error) + (trust if "trust_remote_code" in str(error) else "")
+            reason = checkpoint_files.loading_reason(error, self.config)
             raise CheckpointError(f"the config.json of {self.name!r} cannot be used: {reason}") from error
 
     def folder(self) -> Path:
@@ -183,7 +182,8 @@ class Checkpoint:
             if isinstance(error, SpecDecError):  # such as broken promises about packed weights
                 reason = str(error)
             raise (CheckpointError if from_files else UnsupportedModelError)(
-                f"{self.name!r} ({config.model_type}) cannot be loaded: {reason or first_line(error)}"
+                f"{self.name!r} ({config.model_type}) cannot be loaded: "
+                f"{reason or checkpoint_files.loading_reason(error, self.config)}"
             ) from error
         model, info = loaded
         with about(f"{self.name!r} cannot be loaded"):
@@ -197,14 +197,16 @@ class Checkpoint:
                 f"{self.name!r}: tensor {key} is {list(stored)}, and by the config.json it would be {list(made)}; give "
                 "a config.json and weights that belong together"
             )
-        missing = sorted(info["missing_keys"])
+        missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
         if missing:
+            near = difflib.get_close_matches(missing[-1], unused, n=1, cutoff=0)
+            others = f" (and has {len(unused)} others, such as {near[0]})" if near else ""
             raise CheckpointError(
                 f"{self.name!r}: the checkpoint lacks {len(missing)} tensors of {type(model).__name__}, {missing[0]} "
-                "first; they would be random numbers"
+                f"first{others}; they would be random numbers"
             )
-        if info["unexpected_keys"]:
-            logger.info("%s: %d tensors of the checkpoint are not used", self.name, len(info["unexpected_keys"]))
+        if unused:
+            logger.info("%s: %d tensors of the checkpoint are not used, %s first", self.name, len(unused), unused[0])
         placed = "device_map" in options or getattr(model, "is_quantized", False)  # quantisers place modules themselves
         ready: PreTrainedModel = (model if placed else model.to(device=device)).eval()
         return ready
@@ -272,10 +274,6 @@ def load_tokenizer(name: str | os.PathLike[str], options: Mapping[str, Any] | No
         require_hub(checkpoint.name, checkpoint.hub_options)
     try:
         tokenizer = read_tokenizer(checkpoint.path, **checkpoint.hub_options)
-        if isinstance(tokenizer.model_max_length, str):  # as some files have it; transformers compares it with numbers
-            tokenizer.model_max_length = int(float(tokenizer.model_max_length))
-        if tokenizer.chat_template is None:
-            tokenizer.chat_template = _template_of_processor(checkpoint)
     except Exception as error:  # damaged files raise anything
         folder = Path(checkpoint.path)
         if not folder.is_dir() or any(folder.glob("tokenizer*")):
@@ -283,13 +281,6 @@ def load_tokenizer(name: str | os.PathLike[str], options: Mapping[str, Any] | No
         return None
     # without files, transformers makes up a tokenizer of only special tokens for some model types
     return tokenizer if len(tokenizer) > len(set(tokenizer.all_special_ids)) else None
-
-
-def _template_of_processor(checkpoint: Checkpoint) -> str | None:
-    """The template in chat_template.json, which transformers reads for a processor alone; None: there is none."""
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    file = cached_file(checkpoint.path, "chat_template.json", **checkpoint.hub_options, **quiet)
-    return None if file is None else json.loads(Path(file).read_text("utf-8"))["chat_template"]
 
 
 def pick_tokenizer(asked: Any | None, target: Any, options: Mapping[str, Any]) -> Any | None:

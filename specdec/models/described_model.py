@@ -43,7 +43,7 @@ from specdec.models.probe import TEXT_LEN, refusing
 from specdec.models.recurrent_layers import replace_recurrent_modules
 from specdec.modules.module_watch import ModuleWatch
 from specdec.modules.private_copy import private_copy
-from specdec.modules.transformers_names import auto_class
+from specdec.modules.transformers_names import auto_class, layers_of
 
 META = torch.device("meta")
 
@@ -265,13 +265,13 @@ def find_decoder(name: str, model: PreTrainedModel, num_layers: int) -> nn.Modul
     """The text decoder of a model: `get_decoder()`, or the decoder inside it in multimodal checkpoints. Raises
     UnsupportedModelError unless it is a stack of `num_layers` layers."""
     decoder: Any = model.get_decoder()
-    while getattr(decoder, "layers", None) is None:
+    while layers_of(decoder) is None:
         inner = getattr(decoder, "language_model", None)
         inner = decoder.get_decoder() if inner is None and hasattr(decoder, "get_decoder") else inner
         if inner is None or inner is decoder:
             break
         decoder = inner
-    if len(getattr(decoder, "layers", None) or ()) != num_layers:
+    if len(layers_of(decoder) or ()) != num_layers:
         given = f"the {type(decoder).__name__} that {type(model).__name__}.get_decoder() gives"
         raise UnsupportedModelError(f"{name}: {given} is not a stack of {num_layers} decoder layers, so it cannot run")
     found: nn.Module = decoder

@@ -21,6 +21,7 @@ from specdec.kvcache.layer_context import EarlyExit, Narrowing
 from specdec.layers.decoder import FusedDecoder, PausedDecoder
 from specdec.models.probe import ProbeResult
 from specdec.models.probe_context import ProbeContext
+from specdec.modules.transformers_names import layers_of
 
 
 def collected(
@@ -54,9 +55,10 @@ class LayerStandIn(nn.Module):
 
 def outline_of(decoder: nn.Module) -> nn.Module:
     """Returns a copy of the module with stand-ins as layers."""
-    outline = copy.copy(decoder)
-    layers = nn.ModuleList(LayerStandIn(layer) for layer in cast(nn.ModuleList, decoder.layers))
-    outline.__dict__["_modules"] = {**decoder._modules, "layers": layers}
+    outline, layers = copy.copy(decoder), layers_of(decoder)
+    stand_ins = nn.ModuleList(map(LayerStandIn, layers or ()))
+    parts = {name: stand_ins if part is layers else part for name, part in decoder._modules.items()}
+    outline.__dict__["_modules"] = parts
     return outline
 
 
@@ -108,8 +110,8 @@ def start_forward_of(decoder: nn.Module, proof: ProbeResult) -> StartForward | N
     """A function that starts pausable forwards of this decoder; None: it cannot pause, or the result would differ."""
     if isinstance(decoder, FusedDecoder):
         return decoder.begin_forward
-    layers = getattr(decoder, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
+    layers = layers_of(decoder)
+    if layers is None:
         return None
     outline = outline_of(decoder)
 

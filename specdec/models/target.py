@@ -42,6 +42,7 @@ from specdec.models.probe import (
 )
 from specdec.models.shared_weights import difference_on_ranks, on_ranks, share_among
 from specdec.modules.private_copy import private_copy
+from specdec.modules.transformers_names import layers_of
 from specdec.modules.weight_watch import Weights
 from specdec.sampling.softcap import softcap
 
@@ -102,7 +103,7 @@ class TargetModel(DescribedModel):
             self._prove_bits()
         ordinary = probe_texts(model.config, self.vocab_size)[0, 0]
         self.placeholders = find_placeholders(model, self.user_decoder, ordinary.to(self.home), self.device)
-        record_states(list(self.decoder.layers))  # type: ignore[arg-type]
+        record_states(list(layers_of(self.decoder) or ()))
         if ranks is None:
             running = self.decoder, self.head
             self.weights = Weights(self.name, *running, original=self.original, copy_again=self._copy_again)

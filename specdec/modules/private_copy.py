@@ -41,6 +41,9 @@ LOOPED_EXPERTS = (Step3p7Experts,)
 """Experts that transformers runs in a loop over the chosen ones. The host reads their number, so a graph cannot capture
 it."""
 
+WITHOUT_KEYWORDS = frozenset({"StableLmDecoderLayer", "NemotronDecoderLayer"})
+"""Classes of layers that pass attention their mask and none of our keywords."""
+
 
 @use_experts_implementation
 class _Grouped(nn.Module):
@@ -116,7 +119,15 @@ def private_copy(module: nn.Module, attention: str = ATTENTION_NAME) -> nn.Modul
     twin = visit(module)
     for config in text_configs(twin):
         config._attn_implementation_internal = attention
+    for part in twin.modules() if attention == ATTENTION_NAME else ():
+        if type(part).__name__ in WITHOUT_KEYWORDS:
+            part.register_forward_pre_hook(_context_as_mask, with_kwargs=True)
     return twin
+
+
+def _context_as_mask(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Pass the context where our attention, for which transformers makes no mask, gets one."""
+    return args, {**kwargs, "attention_mask": kwargs.get("specdec_ctx")}
 
 
 def text_configs(module: nn.Module) -> list[Any]:

@@ -1,32 +1,27 @@
-"""Names in transformers: a module's family, the auto class of a config, a substitute for unknown model types and for a
-wrong class of tokenizers, and a forward's cache argument (`cache` from 5.24 on, `past_key_values` before)."""
+"""Names in transformers: a module's family, a decoder's layers, the auto class of a config, a substitute for unknown
+model types, and a forward's cache argument (`cache` from 5.24 on, `past_key_values` before)."""
 
 import functools
 import inspect
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
-from transformers.utils.hub import cached_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from specdec.errors import UnsupportedModelError, shown
 
 READ_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 """Model types that transformers does not know, with the types that have the same layers. Their own code is not run."""
 
-SAMPLE = " Don't say 12 1234567,  e\u0301\u00e9 ABc\n\n  x_y \u4f60\u597d\t'LL don't!! 3.14 \ufb01"
-"""A text that tokenizers of bytes cut into different pieces."""
+LAYER_LISTS = ("layers", "h", "blocks")
+"""Attributes under which text models have their layers: "h" in GPT-2 and GPT-BigCode, "blocks" in DBRX."""
+
+
+def layers_of(decoder: nn.Module) -> nn.ModuleList | None:
+    """The list of a text model's layers; None: it has none by a known name."""
+    found = (getattr(decoder, name, None) for name in LAYER_LISTS)
+    return next((layers for layers in found if isinstance(layers, nn.ModuleList)), None)
 
 
 def family_name(module: nn.Module) -> str:
@@ -93,40 +88,6 @@ def _as_transformers_names(own: dict[str, Any]) -> dict[str, Any]:
             "sliding_attention": {**share, "rope_theta": sliding},
         }
     return own | {name: value for name, value in read.items() if own.get(name) is None}
-
-
-def read_tokenizer(path: str, **options: Any) -> PreTrainedTokenizerBase:
-    """A checkpoint's tokenizer. One of bytes cuts texts as its tokenizer.json says.
-
-    transformers 5 takes the steps before the vocabulary from the class that a checkpoint names instead. DeepSeek's
-    distilled Llamas and its coders name that of Llama 2, by which no space is read or written.
-    """
-    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, **options)
-    backend: Any = getattr(found, "backend_tokenizer", None)
-    if backend is None or type(found) is PreTrainedTokenizerFast:  # which takes all from the file
-        return found
-    stored = _stored_steps(path, options)
-    if stored is None or _pieces(stored) == _pieces(backend):
-        return found
-    fast: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(path, **options)
-    return fast
-
-
-def _stored_steps(path: str, options: Mapping[str, Any]) -> Tokenizer | None:
-    """The tokenizer.json at `path` without its vocabulary; None: there is none, or it is not one of bytes."""
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    file = cached_file(path, "tokenizer.json", **options, **quiet)
-    described = {} if file is None else json.loads(Path(file).read_text("utf-8"))
-    if '"ByteLevel"' not in json.dumps(described.get("decoder")):
-        return None
-    described |= {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": [], "post_processor": None}
-    return Tokenizer.from_str(json.dumps(described))
-
-
-def _pieces(backend: Any) -> list[Any]:
-    """The pieces into which a tokenizer cuts SAMPLE before it looks them up."""
-    text = SAMPLE if backend.normalizer is None else backend.normalizer.normalize_str(SAMPLE)
-    return [text] if backend.pre_tokenizer is None else backend.pre_tokenizer.pre_tokenize_str(text)
 
 
 def cache_argument(module: nn.Module, cache: Any) -> dict[str, Any]:

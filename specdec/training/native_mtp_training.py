@@ -22,7 +22,7 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import (
     write_module,
 )
 from specdec.draft_models.native_mtp.mtp_drafter import MTP_FAMILIES, MtpFamily, NativeMtpDrafter
-from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer, read_parts
+from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer, read_parts, require_known_parts
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.loading.model_loading import Checkpoint
 from specdec.models.target import TargetModel
@@ -94,8 +94,10 @@ def trainable_module(target: TargetModel, settings: TrainSettings) -> TrainableN
 
 
 def new_state(target: TargetModel, family: MtpFamily) -> dict[str, torch.Tensor]:
-    """Tensors of a new module by place. Raises UnsupportedModelError if the layer that it is copied from is packed."""
+    """Tensors of a new module by place. Raises UnsupportedModelError if the layer that it is copied from is packed, or
+    has unknown parts around it."""
     decoder: Any = target.user_decoder
+    require_known_parts(decoder)
     owner = target.layout.layers[family.like].owner  # another layer if K/V are shared
     sources = [decoder.layers[layer].state_dict() for layer in (owner, family.like)]
     known = sources[0] | sources[1]
