@@ -114,6 +114,26 @@ def test_a_block_has_the_same_bits_in_company() -> None:
     assert torch.equal(folded(blocks), torch.cat([folded(each[2]) for each in alone]))
 
 
+@pytest.mark.parametrize(("k_dim", "v_dim"), [(7, 5), (5, 27), (64, 1)])
+def test_a_block_of_odd_sizes_has_the_same_bits_at_any_address(k_dim: int, v_dim: int) -> None:
+    """Regression: a matrix of such a size begins at another alignment for each block of a batch, which changed sums."""
+    draw, count = torch.Generator().manual_seed(0), 7
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(count, *shape, generator=draw)
+
+    blocks = RecordBlock(
+        normal(3, k_dim, v_dim), normal(FOLD, 1, k_dim), normal(FOLD, 3, v_dim), -(normal(FOLD, 3) ** 2)
+    )
+    new = normal(FOLD, 1, k_dim), normal(FOLD, 3, v_dim), normal(FOLD, 3).sigmoid()
+    places = NewPlaces(torch.ones(count, FOLD, dtype=torch.bool), *new)
+    together = *run_blocks(blocks, places), folded(blocks)
+    for i in range(count):
+        block, place = (type(each)(*(x[i : i + 1].clone() for x in each)) for each in (blocks, places))
+        alone = *run_blocks(block, place), folded(block)
+        assert all(torch.equal(x[i], y[0]) for x, y in zip(together, alone, strict=True))
+
+
 def test_records_have_the_window_of_a_block_and_two_rounds() -> None:
     """A round commits its nodes, or what a grammar forces."""
     fields = CacheField("inputs", 1, 6), CacheField("u", 2, 4, dtype=torch.float32)

@@ -9,15 +9,20 @@ is the sum of the log decays g of its places up to i. Place i has a query q_i, a
     fold  S <- e^{G_end} S + sum_j e^{G_end - G_j} k_j u_j^T
 
 Every product has the shape of a whole block: each place has a fixed row, and absent places are zeros. So a place has
-the same bits whether it is computed alone or with others, in a prompt, a chain or a tree. A convolution adds its taps
-in order.
+the same bits whether it is computed alone or with others, in a prompt, a chain or a tree. Columns of values are padded
+to a multiple of VALUE_COLUMNS, since the order of a sum may depend on the address of a matrix. A convolution adds its
+taps in order.
 """
 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from specdec.kvcache.recurrent_state import FOLD
+
+VALUE_COLUMNS = 4
+"""Columns of values are a multiple of this, so that every matrix of a batch begins at a multiple of 16 bytes."""
 
 
 class RecordBlock(NamedTuple):
@@ -54,6 +59,10 @@ def convolved(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 def run_blocks(block: RecordBlock, new: NewPlaces) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the new places -> their outputs [X, FOLD, HV, DV] (undefined elsewhere), and u [X, FOLD, HV, DV] with
     their records added. `block` must already have k and g of the new places; its u at these places is ignored."""
+    if unaligned := -block.u.shape[3] % VALUE_COLUMNS:
+        padded = block._replace(state=F.pad(block.state, (0, unaligned)), u=F.pad(block.u, (0, unaligned)))
+        found = run_blocks(padded, new._replace(v=F.pad(new.v, (0, unaligned))))
+        return found[0][..., :-unaligned], found[1][..., :-unaligned]
     count, _, key_heads, _ = block.k.shape
     heads, v_dim = block.u.shape[2:]
 
@@ -98,5 +107,6 @@ def folded(block: RecordBlock) -> torch.Tensor:
     weight = (total[:, -1:] - total).exp()[..., None]  # [X, FOLD, HV, 1]
     u = (block.u * weight).transpose(1, 2).flatten(0, 1)  # [X * HV, FOLD, DV]
     k = block.k.repeat_interleave(heads // key_heads, dim=2).permute(0, 2, 3, 1).flatten(0, 1)  # [X * HV, DK, FOLD]
-    added = torch.bmm(k.contiguous(), u).view_as(block.state)
+    added = torch.bmm(k.contiguous(), F.pad(u, (0, -u.shape[2] % VALUE_COLUMNS)))[..., : u.shape[2]]
+    added = added.reshape(block.state.shape)
     return block.state * total[:, -1].exp()[..., None, None] + added
