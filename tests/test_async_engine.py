@@ -14,7 +14,7 @@ from run_in_threads import in_threads
 
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import CapacityError, ConfigError, QueueFullError, RoundFailedError, SpecDecError
-from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.async_engine import INTAKE_THREADS, AsyncEngine
 
 from engine_internals import assert_idle
 from processes import run
@@ -149,6 +149,24 @@ def test_a_full_queue_refuses_at_once_and_says_how_many_wait(pair, random_prompt
         assert len(output.token_ids) == NEW
 
     serving(pair, scene, max_waiting=2, max_batch_size=1)
+
+
+def test_a_moment_without_threads_fails_only_the_prompts_that_come_in_it(pair, random_prompt, monkeypatch):
+    """Each thread that could not be started counted as running for ever: after four, every prompt was refused."""
+
+    def refuse(*call):
+        raise RuntimeError("can't start new thread")
+
+    async def scene(served):
+        with monkeypatch.context() as patch:
+            patch.setattr("_thread.start_new_thread", refuse)
+            for _ in range(INTAKE_THREADS):
+                with pytest.raises(QueueFullError, match="no thread could be started for this request"):
+                    await served.generate(random_prompt(4), PARAMS)
+        [output] = await asyncio.wait_for(served.generate(random_prompt(4), PARAMS), 20)
+        assert len(output.token_ids) == NEW
+
+    serving(pair, scene)
 
 
 def test_bad_input_is_refused_and_gives_its_place_back(pair):
@@ -317,7 +335,7 @@ def test_a_program_that_never_closes_it_ends():
     program = """
 import asyncio
 from specdec import SamplingParams
-from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.async_engine import INTAKE_THREADS, AsyncEngine
 async def main():
     served = AsyncEngine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp")
     async for delta in served.stream([2, 5, 7], SamplingParams(400, ignore_eos=True)):

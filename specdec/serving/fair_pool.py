@@ -69,7 +69,14 @@ class FairPool:
             begun = self._begin_next()
         job.add_done_callback(lambda _: self._unqueue(client, job))  # if it is cancelled
         if begun:
-            _thread.start_new_thread(self._work, (begun,))  # `Thread.start` waits until the thread runs
+            try:
+                _thread.start_new_thread(self._work, (begun,))  # `Thread.start` waits until the thread runs
+            except RuntimeError as error:  # the system has no more threads
+                [(owner, unstarted, _)] = begun
+                with self._lock:
+                    self._running -= Counter((owner,))
+                message = f"no thread could be started for this request ({error}); try again later"
+                unstarted.set_exception(QueueFullError(message))
         return job
 
     def shutdown(self) -> None:
