@@ -13,7 +13,7 @@ import torch
 from run_in_threads import in_threads
 
 from specdec import Engine, EngineConfig, SamplingParams
-from specdec.errors import CapacityError, ConfigError, QueueFullError, RoundFailedError, SpecDecError
+from specdec.errors import CapacityError, ConfigError, QueueFullError, RoundFailedError, SpecDecError, StoppingError
 from specdec.serving.async_engine import INTAKE_THREADS, AsyncEngine
 
 from engine_internals import assert_idle
@@ -286,6 +286,30 @@ def test_close_lets_streams_end_or_aborts_them(pair, random_prompt):
 
     assert asyncio.run(closed(None, PARAMS)) == "length"
     assert asyncio.run(closed(0.01, LONG)) == "abort"
+
+
+def test_close_fails_prompts_that_are_still_read_or_wait_to_be(pair, random_prompt, monkeypatch):
+    """Their callers saw a cancellation that nobody had asked for: a server logged a traceback and answered 500."""
+    _, make = pair
+    go, begun = threading.Event(), threading.Semaphore(0)
+
+    def read(*call, **options):
+        begun.release()
+        assert go.wait(60)
+        return []
+
+    async def scene(engine):
+        served = AsyncEngine(engine)
+        monkeypatch.setattr(engine, "submit_many", read)
+        calls = [asyncio.create_task(served.generate(random_prompt(4), PARAMS)) for _ in range(2 * INTAKE_THREADS)]
+        assert await asyncio.to_thread(begun.acquire, timeout=20)
+        await served.close()
+        results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
+        assert {type(each) for each in results} == {StoppingError}
+        go.set()
+
+    with make() as engine:
+        asyncio.run(scene(engine))
 
 
 def test_the_engine_of_from_pretrained_is_closed_with_it_and_an_existing_one_is_not(pair, random_prompt):
