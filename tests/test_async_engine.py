@@ -13,8 +13,8 @@ import torch
 from run_in_threads import in_threads
 
 from specdec import Engine, EngineConfig, SamplingParams
-from specdec.errors import CapacityError, ConfigError, QueueFullError, RoundFailedError, SpecDecError
-from specdec.serving.async_engine import AsyncEngine
+from specdec.errors import CapacityError, ConfigError, QueueFullError, RoundFailedError, SpecDecError, StoppingError
+from specdec.serving.async_engine import INTAKE_THREADS, AsyncEngine
 
 from engine_internals import assert_idle
 from processes import run
@@ -151,6 +151,24 @@ def test_a_full_queue_refuses_at_once_and_says_how_many_wait(pair, random_prompt
     serving(pair, scene, max_waiting=2, max_batch_size=1)
 
 
+def test_a_moment_without_threads_fails_only_the_prompts_that_come_in_it(pair, random_prompt, monkeypatch):
+    """Each thread that could not be started counted as running for ever: after four, every prompt was refused."""
+
+    def refuse(*call):
+        raise RuntimeError("can't start new thread")
+
+    async def scene(served):
+        with monkeypatch.context() as patch:
+            patch.setattr("_thread.start_new_thread", refuse)
+            for _ in range(INTAKE_THREADS):
+                with pytest.raises(QueueFullError, match="no thread could be started for this request"):
+                    await served.generate(random_prompt(4), PARAMS)
+        [output] = await asyncio.wait_for(served.generate(random_prompt(4), PARAMS), 20)
+        assert len(output.token_ids) == NEW
+
+    serving(pair, scene)
+
+
 def test_bad_input_is_refused_and_gives_its_place_back(pair):
     async def scene(served):
         for prompt, params, error in (([], None, ConfigError), ([5], SamplingParams(9999), CapacityError)):
@@ -270,6 +288,30 @@ def test_close_lets_streams_end_or_aborts_them(pair, random_prompt):
     assert asyncio.run(closed(0.01, LONG)) == "abort"
 
 
+def test_close_fails_prompts_that_are_still_read_or_wait_to_be(pair, random_prompt, monkeypatch):
+    """Their callers saw a cancellation that nobody had asked for: a server logged a traceback and answered 500."""
+    _, make = pair
+    go, begun = threading.Event(), threading.Semaphore(0)
+
+    def read(*call, **options):
+        begun.release()
+        assert go.wait(60)
+        return []
+
+    async def scene(engine):
+        served = AsyncEngine(engine)
+        monkeypatch.setattr(engine, "submit_many", read)
+        calls = [asyncio.create_task(served.generate(random_prompt(4), PARAMS)) for _ in range(2 * INTAKE_THREADS)]
+        assert await asyncio.to_thread(begun.acquire, timeout=20)
+        await served.close()
+        results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
+        assert {type(each) for each in results} == {StoppingError}
+        go.set()
+
+    with make() as engine:
+        asyncio.run(scene(engine))
+
+
 def test_the_engine_of_from_pretrained_is_closed_with_it_and_an_existing_one_is_not(pair, random_prompt):
     model, make = pair
     own = AsyncEngine.from_pretrained(model, "ngram")
@@ -317,7 +359,7 @@ def test_a_program_that_never_closes_it_ends():
     program = """
 import asyncio
 from specdec import SamplingParams
-from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.async_engine import INTAKE_THREADS, AsyncEngine
 async def main():
     served = AsyncEngine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp")
     async for delta in served.stream([2, 5, 7], SamplingParams(400, ignore_eos=True)):

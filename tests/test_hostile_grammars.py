@@ -250,6 +250,7 @@ def test_a_grammar_that_no_text_follows_is_refused_at_once(grammars):
 
 def test_kept_grammars_are_bounded_in_bytes(byte_tokenizer, monkeypatch):
     """It was bounded in entries: 256 schemas of 4 MiB stayed."""
+    monkeypatch.setattr(grammar, "BYTES_PER_GRAMMAR", 0)
     monkeypatch.setattr(grammar, "COMPILED_BYTES", 40 * grammar.BYTES_PER_CHAR)
     grammars, compiled, compile = Grammars(byte_tokenizer, 300), [], grammar.GrammarLibrary.compile
     monkeypatch.setattr(grammar.GrammarLibrary, "compile", lambda *args: compiled.append(args[2]) or compile(*args))
@@ -263,3 +264,11 @@ def test_kept_grammars_are_bounded_in_bytes(byte_tokenizer, monkeypatch):
     assert compiled.count(("abc",)) == 2
     start(grammars, choice=["a" * 100])  # larger than all the room: served, and not kept
     assert grammars.kept_bytes == 0
+
+
+def test_short_grammars_count_with_what_each_takes_whatever_its_length(byte_tokenizer):
+    """Only characters counted: 12,000 short patterns, 500 MB of memory, were kept where 16 MiB are meant."""
+    grammars = Grammars(byte_tokenizer, 300)
+    for number in range(3):
+        start(grammars, choice=[f"{number}"])
+    assert len(grammars._kept) == 3 and grammars.kept_bytes > 3 * 44_000

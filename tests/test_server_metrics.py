@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from test_captures import GREEDY, WeighedTape
 
 import specdec.engine
-from specdec import Engine, EngineConfig, SpecConfig
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.gpu.captures import CaptureStats
 from specdec.runtime.engine_stats import EngineStats, PoolStats
 from specdec.runtime.request import Request
@@ -29,14 +29,14 @@ from served_engine import served, until
 from tiny_families import build_target
 
 
-def metrics_after(engine: Engine, *calls: list[list[int]]) -> tuple[list[Sample], EngineStats]:
+def metrics_after(engine: Engine, *calls: list[list[int]], params: Any = GREEDY) -> tuple[list[Sample], EngineStats]:
     """The samples that /metrics has after the engine was called with these prompts, and its own figures then."""
 
     async def ask() -> tuple[bytes, EngineStats]:
         async with AsyncEngine(engine) as running:
             metrics = MetricsCollector(running, "m")
             for prompts in calls:
-                await running.generate(prompts, GREEDY)
+                await running.generate(prompts, params)
             return await metrics.text(), await running.stats()
 
     text, stats = asyncio.run(ask())
@@ -197,3 +197,13 @@ def test_a_request_is_one_span_with_its_id_and_status(monkeypatch):
     monkeypatch.setattr(middleware, "trace", None)  # as where the package is not installed
     assert TestClient(middleware.RequestLog(app)).get("/v1/models").status_code == 201
     begin.assert_called_once()
+
+
+def test_a_prompt_that_is_only_scored_is_counted(make_target, make_engine, random_prompt):
+    """Requests for no token counted as ended ones, but had no prompt tokens, no latency and no line in the log."""
+    engine = make_engine(make_target("llama"), None)
+    scoring = SamplingParams(max_new_tokens=0, prompt_logprobs=0)
+    found = {each.name: each.value for each in metrics_after(engine, [random_prompt(5)], params=scoring)[0]}
+    assert found["vllm:prompt_tokens_total"] == 5 and found["vllm:generation_tokens_total"] == 0
+    assert found["vllm:e2e_request_latency_seconds_count"] == found["vllm:request_queue_time_seconds_count"] == 1
+    assert found["vllm:time_to_first_token_seconds_count"] == 0

@@ -5,6 +5,7 @@ running     at most `threads` jobs, and one client has at most one fewer, so tha
 given up    jobs whose client has left or whose time is over: their future is cancelled. If they have not begun, they
             are dropped with all data. A thread cannot be killed, so a job that has begun runs on and counts as its
             client's: leaving and asking again does not get a client more threads
+shut down   every job that has not ended fails with StoppingError, at once
 """
 
 import _thread
@@ -12,15 +13,17 @@ import asyncio
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from specdec.errors import ConfigError, QueueFullError, StoppingError
 
 T = TypeVar("T")
-Begun = tuple[str, Future[Any], Callable[[], Any]]
-"""A job that has begun: its client, its result and its function."""
+Begun = tuple[Future[Any], Callable[[], Any]]
+"""A job that has begun: its result and its function."""
+CLOSED = "this engine is closed; make a new one"
 CLIENT: ContextVar[str] = ContextVar("specdec_client", default="")
 """The client whose request this task serves: the name of an API key, or an address."""
 
@@ -54,7 +57,7 @@ class FairPool:
         self._threads = threads
         self._name = name
         self._queues: OrderedDict[str, dict[Future[Any], Callable[[], Any]]] = OrderedDict()  # the next client's first
-        self._running: Counter[str] = Counter()  # running jobs of each client
+        self._running: dict[Future[Any], str] = {}  # with the client of each
         self._closed = False
         self._lock = threading.RLock()
 
@@ -63,36 +66,44 @@ class FairPool:
         client, job = CLIENT.get(), Future[T]()
         with self._lock:
             if self._closed:
-                job.set_exception(StoppingError("this engine is closed; make a new one"))
+                job.set_exception(StoppingError(CLOSED))
                 return job
             self._queues.setdefault(client, {})[job] = function
             begun = self._begin_next()
         job.add_done_callback(lambda _: self._unqueue(client, job))  # if it is cancelled
         if begun:
-            _thread.start_new_thread(self._work, (begun,))  # `Thread.start` waits until the thread runs
+            try:
+                _thread.start_new_thread(self._work, (begun,))  # `Thread.start` waits until the thread runs
+            except RuntimeError as error:  # the system has no more threads
+                [(unstarted, _)] = begun
+                del self._running[unstarted]
+                message = f"no thread could be started for this request ({error}); try again later"
+                _fail(unstarted, QueueFullError(message))
         return job
 
     def shutdown(self) -> None:
-        """Accept no more jobs and drop those that have not begun. Waits for none."""
+        """Accept no more jobs, and let those that have not ended fail. Waits for none."""
         with self._lock:
             self._closed = True
-            left = [job for jobs in self._queues.values() for job in jobs]
+            left = [*self._running, *(job for jobs in self._queues.values() for job in jobs)]
+            self._queues.clear()
         for job in left:
-            job.cancel()
+            _fail(job, StoppingError(CLOSED))
 
     def _begin_next(self) -> list[Begun]:
         """Begin the next job that may begin now. Requires the lock."""
         most = max(1, self._threads - 1)
-        while self._running.total() < self._threads:
-            client = next((name for name in self._queues if self._running[name] < most), None)
+        while len(self._running) < self._threads:
+            running = Counter(self._running.values())
+            client = next((name for name in self._queues if running[name] < most), None)
             if client is None:
                 break
             job, function = next(iter(self._queues[client].items()))
             self._queues.move_to_end(client)
             self._unqueue(client, job)
             if job.set_running_or_notify_cancel():
-                self._running[client] += 1
-                return [(client, job, function)]
+                self._running[job] = client
+                return [(job, function)]
         return []
 
     def _unqueue(self, client: str, job: Future[Any]) -> None:
@@ -107,12 +118,18 @@ class FairPool:
         """Run jobs while any may begin. They leave the list, which the thread keeps: it must not keep their data."""
         threading.current_thread().name = self._name
         while begun:
-            client, job, function = begun.pop()
+            job, function = begun.pop()
             try:
                 job.set_result(function())
             except BaseException as error:
-                job.set_exception(error)
+                _fail(job, error)
             del function  # an error keeps this frame
             with self._lock:
-                self._running -= Counter((client,))
+                del self._running[job]
                 begun += self._begin_next()
+
+
+def _fail(job: Future[Any], error: BaseException) -> None:
+    """Let a job fail, unless it has ended or was given up."""
+    with suppress(InvalidStateError):
+        job.set_exception(error)

@@ -80,10 +80,11 @@ class MetricsCollector:
 
     def ended(self, sample: OpenSample, now: float) -> None:
         """On the engine's thread."""
-        self._reasons["error" if sample.failure is not None else sample.handle.finish_reason].inc()
+        reason = "error" if sample.failure is not None else sample.handle.finish_reason
+        self._reasons[reason].inc()
         with self._lock:
-            first_at = self._first_at.pop(sample, None)
-            if first_at is None:
+            first_at = self._first_at.pop(sample, now)
+            if sample.handle.num_output == 0 and reason in ("abort", "error"):  # its prompt may not have been read
                 return
             self._add_to_sum(self._ended, sample)
         stats = sample.handle.stats
