@@ -1,6 +1,8 @@
 """The command line, on the bundled pair: what it prints, as text and as JSON, and how it says no."""
 
+import io
 import json
+import logging
 import re
 import signal
 import subprocess
@@ -15,7 +17,8 @@ import torch
 from typer.testing import CliRunner
 
 from specdec import Engine, __version__
-from specdec.cli.app import app, program
+from specdec.cli.actions.settings import quiet_libraries
+from specdec.cli.app import app, main, program
 from specdec.cli.commands import ServeOptions
 from specdec.config import EngineConfig
 from specdec.models.published import BUNDLED_NAMES, PAIRS
@@ -310,14 +313,27 @@ def test_ctrl_c_in_a_benchmark_prints_what_all_have_done(monkeypatch):
     assert "tiny-gemma4, 1 prompt, batch 1" in result.stdout
 
 
-def test_ctrl_c_while_an_answer_streams(monkeypatch):
+def test_ctrl_c_while_an_answer_streams_to_a_file_of_both_streams_whose_encoding_lacks_a_character(monkeypatch):
     def stream(engine, *args):
-        yield StreamDelta("half an ans", [1], [False], None)
+        yield StreamDelta("half an €", [1], [False], None)
         raise KeyboardInterrupt
 
+    both = io.BytesIO()
     monkeypatch.setattr(Engine, "stream", stream)
-    result = run("generate", "x")
-    assert (result.exit_code, result.stdout, result.stderr) == (130, "half an ans\n", "specdec: interrupted\n")
+    monkeypatch.setattr(sys, "argv", ["specdec", "generate", "x"])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(both, "latin-1"))
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(both, "latin-1", write_through=True))
+    with pytest.raises(SystemExit, match="130"):
+        main()
+    assert both.getvalue() == b"half an \\u20ac\nspecdec: interrupted\n"
+
+
+def test_a_message_of_the_hub_is_logged_once(caplog):
+    hub = logging.getLogger("huggingface_hub")
+    hub.addHandler(caplog.handler)  # as its own, next to that of the root logger
+    quiet_libraries()
+    hub.warning("Retrying in 1s")
+    assert caplog.messages == ["Retrying in 1s"]
 
 
 def test_ctrl_c_that_an_import_wraps_is_an_interruption_too(monkeypatch):

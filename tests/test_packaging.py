@@ -121,6 +121,13 @@ def test_everything_that_is_needed_is_pinned():
     assert wanted - pinned == {"triton", "setuptools"}  # torch chooses its triton; any setuptools from 77 on builds
 
 
+@pytest.mark.parametrize("package", ["fastapi", "llguidance", "torch", "transformers", "typer", "uvicorn"])
+def test_a_package_whose_older_releases_would_fail_has_one_least_version_wherever_it_is_named(package):
+    extras = project()["optional-dependencies"].values()
+    named = [line for lines in (project()["dependencies"], *extras) for line in lines if line.startswith(package)]
+    assert len(set(named)) == 1 and ">=" in named[0]
+
+
 def test_the_container_gets_all_that_is_installed():
     """What the Dockerfile copies is in the context, and is all that the build of the package reads."""
     copies = re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text("utf-8"), re.MULTILINE)

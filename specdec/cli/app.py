@@ -8,6 +8,7 @@ closed it.
 import os
 import sys
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -36,11 +37,14 @@ program = typer.main.get_group(app)
 
 
 def main() -> None:
-    """The program. Streams that the shell closed, as with `>&-`, lead nowhere."""
+    """The program. Streams that the shell closed, as with `>&-`, lead nowhere. Characters that the encoding of standard
+    output lacks, as in a Latin-1 locale, are written as escapes, as on standard error."""
     with ExitStack() as streams:
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
             if stream is None:
                 streams.enter_context(redirect(streams.enter_context(open(os.devnull, "w"))))
+            elif isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+                stream.reconfigure(errors="backslashreplace")
         _run()
 
 

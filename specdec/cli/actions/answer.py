@@ -64,14 +64,15 @@ def in_brackets(pieces: Iterable[tuple[str, bool]]) -> Text:
 
 
 def print_stream(engine: Engine, ids: list[int], params: SamplingParams) -> GenerationOutput:
-    """Print the answer as it is generated. An interruption ends its last line."""
+    """Print the answer as it is generated. An interruption ends its last line, and what follows on standard error
+    comes after it."""
     out: GenerationOutput | None = None
     try:
         for delta in engine.stream(ids, params):
             print(delta.text, end="", flush=True)
             out = delta.output or out
     finally:
-        print()
+        print(flush=True)
     assert out is not None, "a stream ends with its output"
     return out
 

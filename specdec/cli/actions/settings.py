@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 from transformers.utils import logging as transformers_logging
 
@@ -22,7 +23,11 @@ from specdec.settings.sampling_numbers import SamplingNumbers
 
 
 def quiet_libraries() -> None:
-    """Switch off warnings and bars of transformers. A download, which may take long, shows a bar on a terminal."""
+    """Switch off warnings and bars of transformers. A download, which may take long, shows a bar on a terminal. The
+    hub's warnings go to the root logger alone: the hub's own handler would write each a second time."""
+    hub = hub_logging.get_logger("huggingface_hub")
+    for handler in [*hub.handlers]:
+        hub.removeHandler(handler)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     if sys.stderr.isatty():
