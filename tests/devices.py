@@ -22,11 +22,10 @@ gc.disable()  # until all modules and tests are loaded
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    other, reason = ("cpu", "is about a CPU") if torch.cuda.is_available() else ("gpu", "needs a CUDA device")
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker(other):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish() -> None:

@@ -531,6 +531,7 @@ def test_no_token_depends_on_the_choice(drafter, shape, temperature):
         assert 10 < sum(use.rounds) <= engine.stats().batches and use.shapes == shapes and "running" in use.why
 
 
+@pytest.mark.cpu
 def test_a_request_can_fix_its_draft_in_an_adaptive_engine():
     config = EngineConfig(max_batch_size=1, max_model_len=200)
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", spec=CHAIN, config=config) as engine:
@@ -546,6 +547,7 @@ def test_a_request_can_fix_its_draft_in_an_adaptive_engine():
         assert out.stats.drafted_rounds <= 2
 
 
+@pytest.mark.cpu
 @deep_cases("tiny-gemma4-mtp")
 @pytest.mark.parametrize("drafter", ["tiny-gemma4-mtp", "tiny-gemma4-eagle3"])
 def test_a_captured_engine_has_its_table_when_it_is_made(drafter, measured, monkeypatch):

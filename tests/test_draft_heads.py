@@ -166,6 +166,7 @@ def scripted_scene(model: Any, rows: list[list[float]]) -> Scene:
     return scripted
 
 
+@pytest.mark.cpu
 def test_a_literal_tree(make_target: Callable[..., Any]) -> None:
     """
     row      candidates       root 3 -+- 0 (.9) -+- 1 (.63) -+- 2 (.504)

@@ -98,6 +98,7 @@ def test_shots_and_the_stop_string_follow_the_chat_template(chat_template, shots
 # runs on the bundled pair
 
 
+@pytest.mark.cpu
 def test_a_margin_is_that_of_the_bare_model():
     """To the bit that of the same forward, which computes the last logits only. A forward that computes the logits of
     every position is another matrix product and rounds otherwise, by more than 1e-5 in transformers 5.23."""

@@ -114,6 +114,7 @@ LAGGING = [
 ]
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(("shape", "others", "model", "said"), LAGGING)
 def test_a_model_that_read_its_lag_drafts_as_if_it_had_read_along(shape, others, model, said):
     """`others` rounds between two of the model: by lookup, or plain ones. Of a text of one token all drafts are right.
@@ -146,6 +147,7 @@ def test_a_model_that_read_its_lag_drafts_as_if_it_had_read_along(shape, others,
         assert len(lagging.observed) < len(reading.observed)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(("drafter", "number"), [("tiny-gemma4-eagle3,suffix", -1), ("tiny-gemma4-eagle3", 0)])
 def test_the_prefix_cache_keeps_no_page_that_the_model_has_not_read(drafter, number):
     """After rounds by lookup, and after plain rounds."""
@@ -167,6 +169,7 @@ def test_the_prefix_cache_keeps_no_page_that_the_model_has_not_read(drafter, num
         assert len(prompt) - 2 <= again.stats.cached_tokens <= read[0]
 
 
+@pytest.mark.cpu
 @usual_cases("tiny-gemma4-eagle3-chain")
 @pytest.mark.parametrize("spec", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("model", ["tiny-gemma4-mtp", "tiny-gemma4-eagle3"])

@@ -34,6 +34,7 @@ from specdec.training.training_loop import MixedOptimizer, schedule
 
 from marks import examples, is_deep
 
+pytestmark = pytest.mark.cpu
 SAID = "the MTP modules agree better with the target under other conventions"
 
 

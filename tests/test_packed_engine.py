@@ -331,6 +331,7 @@ def bundled(shallow_folder, tmp_path_factory):
     return quantise(models / "tiny-gemma4", FORMS["int4-g32"], tmp_path_factory.mktemp("bundled"))[0]
 
 
+@pytest.mark.cpu
 @pytest.mark.usefixtures("shallow_pair")
 def test_storage_of_weights_is_reported(packed_pair, bundled, caplog):
     """At load, in the summary of `specdec generate`, and of what transformers runs quantised."""

@@ -300,6 +300,7 @@ def test_dequantised_on_the_device(form: str):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("form", ["e4m3-row", "e4m3-block", "int4"])
 def test_gated_projection_over_a_packed_weight(form: str, watched: Callable[..., list[Any]]):
     """Up to 256 rows, programs hold rows of the weight; not of a weight with several scales for a sum."""
@@ -363,6 +364,7 @@ def test_the_cut_of_a_packed_weight_is_its_shape_alone():
     assert split_k_of(empty_weight("e4m3-block", 256, 2560)) == SplitK(10, 256)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("multiply", [linear, FAST(linear)], ids=["in order", "any order"])
 def test_programs_hold_ranges_of_packed_weights(multiply: Callable[..., Product], watched: Callable[..., list[Any]]):
     """A range of 512 columns up to 32 rows, and to 256 of a low FP8 weight; not over blocks of scales, whose tiles have

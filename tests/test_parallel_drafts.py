@@ -90,6 +90,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(("kind", "of"), CASES, ids=lambda of: of if isinstance(of, str) else str(asdict(of)))
 @torch.no_grad()
 def test_the_dense_forwards_are_what_an_engine_drafts_from(

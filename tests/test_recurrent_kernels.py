@@ -38,6 +38,7 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
     return [] if node < 0 else [*path_to(parents, parents[node]), node]
 
 
+@pytest.mark.cpu
 @usual_cases("1-0", "mamba-4-0", "fast-0")
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(
@@ -71,6 +72,7 @@ def test_kernels_are_plain_torch(shape, page_size, deterministic, seed) -> None:
             require_close(*(one.keep(0) for one in (scene, oracle)))
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("seed", [0, *map(deep, range(1, 12))])
 @pytest.mark.parametrize("corrected", [True, False], ids=["delta", "mamba"])
 def test_prompts_in_spans_are_the_recurrence_in_float64(corrected, seed) -> None:

@@ -41,6 +41,7 @@ def without_tokenizer(tmp_path) -> Path:
 # dtypes
 
 
+@pytest.mark.cpu
 @pytest.mark.usefixtures("shallow_pair")
 def test_torch_dtype_is_obeyed():
     """It was ignored: float32 on the CPU, where transformers takes it for `dtype`. A drafter's does not fit, then."""

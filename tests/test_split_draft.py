@@ -98,6 +98,7 @@ def test_a_lent_view_reaches_every_rank_and_closes_with_the_block():
         view.other_ranks[0].layer(0)
 
 
+@pytest.mark.cpu
 def test_rank_0_collects_tensors_unchanged_in_blocks_of_any_size(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     cpus = [torch.device("cpu")] * 2

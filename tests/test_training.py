@@ -241,6 +241,7 @@ def test_a_new_module_of_any_family_learns(family: str, make_target: Any) -> Non
     assert all(torch.equal(*pair) for pair in zip(before, target.model.parameters(), strict=True))
 
 
+@pytest.mark.cpu
 def test_a_published_module_is_finetuned_under_its_conventions(exaone: Published, tmp_path: Path) -> None:
     """From the checkpoint's own weights; the written folder is a drafter, and several modules are refused."""
     target = TargetModel(exaone.model.requires_grad_(False))
