@@ -20,13 +20,12 @@ from transformers import (
     DiffLlamaConfig,
     Gemma3TextConfig,
     GenerationConfig,
-    GPT2Config,
+    GPTJConfig,
     Llama4TextConfig,
     MambaConfig,
     MiniMaxConfig,
     ModernBertDecoderConfig,
     RecurrentGemmaConfig,
-    StableLmConfig,
 )
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig, SpecDecError
@@ -554,7 +553,6 @@ BASE = {
 OLD = {"vocab_size": 96, "hidden_size": 32, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 UNSUPPORTED = {
     "alibi-bloom": (lambda: BloomConfig(**OLD, n_layer=2, n_head=4), "Bloom"),
-    "gpt2": (lambda: GPT2Config(**{**OLD, "n_embd": 32}, n_layer=2, n_head=4), "GPT2"),
     "bert": (lambda: BertConfig(**{**BASE, "is_decoder": True}), "Bert"),
     "modernbert": (  # its attribute `decoder` is its head
         lambda: ModernBertDecoderConfig(**BASE | dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id"), 1)),
@@ -575,7 +573,7 @@ UNSUPPORTED = {
         lambda: Gemma3TextConfig(**BASE, head_dim=8, sliding_window=8, use_bidirectional_attention=True),
         "use_bidirectional_attention=True",
     ),
-    "own-attention-stablelm": (lambda: StableLmConfig(**BASE), "StableLm"),
+    "own-attention-gptj": (lambda: GPTJConfig(**OLD | {"n_embd": 32}, n_layer=2, n_head=4, rotary_dim=4), "GPTJ"),
 }
 
 

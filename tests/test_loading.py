@@ -102,6 +102,14 @@ def test_a_config_whose_numbers_do_not_fit_is_refused_in_one_sentence(edit, says
         assert "\n" not in str(error.value) and len(str(error.value)) < 600
 
 
+@pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "LlamaForQuestionAnswering"])
+def test_a_model_that_judges_texts_is_not_served_with_its_embedding_as_head(name, make_target, tmp_path):
+    make_target("llama").save_pretrained(tmp_path)
+    path = edited(tmp_path, {"architectures": [name], "tie_word_embeddings": True})
+    with pytest.raises(CheckpointError, match=f"cannot be loaded: its class is {name}, which continues no text"):
+        Engine.from_pretrained(path, config=CONFIG)
+
+
 def test_gpt2s_own_names_of_sizes_are_checked_too(tmp_path):
     config = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=96, n_positions=64)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)

@@ -57,6 +57,9 @@ TOKENS = ValueKind(
     "a token id or a list of ids",
     lambda value: all(type(each) is int for each in (value if isinstance(value, list) else [value])),
 )
+JUDGES = ("Classification", "QuestionAnswering", "RewardModel")
+"""Ends of the names of classes whose head is not a language model's."""
+
 CHECKED_KEYS: dict[str, ValueKind] = {
     **dict.fromkeys(("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings"), COUNT),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), COUNT),
@@ -183,6 +186,16 @@ def stored_tensor(file: Path, name: str) -> torch.Tensor:
     with _reading(file), safe_open(file, "pt") as opened:
         tensor: torch.Tensor = opened.get_tensor(name)
     return tensor
+
+
+def require_language_model(config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a config.json names a class that judges texts. With its embedding as head it would be
+    loaded as a language model."""
+    for name in config.get("architectures") or ():
+        if str(name).endswith(JUDGES):
+            raise CheckpointError(
+                f"its class is {name}, which continues no text; give the checkpoint of a language model"
+            )
 
 
 def require_float_weights(folder: Path, model: nn.Module, unused: Iterable[str]) -> None:

@@ -154,6 +154,7 @@ class Checkpoint:
         """Load it in the causal-LM class of its config (`hf_config`), with every tensor from the checkpoint."""
         config = self.hf_config() if config is None else config
         with about(f"{self.name!r} cannot be loaded"):
+            checkpoint_files.require_language_model(self.config)
             checkpoint_files.require_generation_config(self.config_file.parent)
         options = {"dtype": dtype, **self.options}
         options.pop("ignore_mismatched_sizes", None)  # mismatched tensors are reported below
