@@ -15,6 +15,7 @@ from specdec import SamplingParams
 from specdec.runtime.request import Request
 from specdec.text.detokenize import Detokenizer, end_tokens
 from specdec.text.stop_strings import StopStrings, find_first, thought_end
+from specdec.text.token_texts import TokenTexts
 
 from marks import examples
 from tiny_tokenizers import byte_level
@@ -284,6 +285,13 @@ def test_a_read_that_was_dropped_leaves_no_text_to_the_next():
     for finished in (False, True):
         pieces.append(reader.stream([first, *others], [], finished=finished))
     assert "".join(pieces) == TOKENIZERS["byte-level"].decode([first, *others])
+
+
+def test_no_token_begins_before_the_one_before_it_where_spaces_are_cleaned_up():
+    tokenizer = TOKENIZERS["words-clean"]
+    texts = TokenTexts(tokenizer)
+    assert texts.read(ids_of(tokenizer, "'", "'s", "'", "<s>", "'s"), finished=True) == "''s''s"
+    assert texts.begins == [0, 1, 3, 5, 5]
 
 
 def test_special_tokens_of_a_tokenizer_that_only_names_their_ids_can_end_an_output():
