@@ -1,6 +1,7 @@
 """Prompts and chats: what is understood, one sentence for what is not, and control tokens of a user, which are text."""
 
 import copy
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -276,6 +277,12 @@ def test_a_control_token_that_is_also_a_word_of_the_base_vocabulary_is_broken():
     ids = chat_or_text_ids(tokenizer, "a<s>b", {}, "escape")
     assert control(tokenizer, ids) == [] and tokenizer.decode(ids) == "a<s>b"
     assert control(tokenizer, chat_or_text_ids(tokenizer, "a<s>b", {})) == ["<s>"]
+
+
+def test_control_tokens_of_which_a_tokenizer_only_says_the_texts_are_broken():
+    named = SimpleNamespace(all_special_tokens=["<s>"])
+    [message], _, marker = ContentTokens(named, "").break_tokens([{"content": "<s>"}], {})
+    assert marker and message["content"] == f"<{marker}s>"
 
 
 def test_what_a_template_chosen_by_name_writes_is_broken_too(chatml):
