@@ -1,6 +1,7 @@
 """What an engine says of itself: figures that add up, a copy of them, and sizes that stay level."""
 
 import gc
+import time
 import tracemalloc
 
 import pytest
@@ -48,7 +49,9 @@ def test_a_long_output_holds_a_window_of_swa_slots_where_there_is_room_for_more(
 def test_times_add_up(make_target, make_engine, random_prompt) -> None:
     """One row: the second waits until the first has ended."""
     engine = make_engine(make_target("llama"), max_batch_size=1)
+    began = time.perf_counter()
     one, two = engine.generate([random_prompt(9), random_prompt(12)], SamplingParams(max_new_tokens=NEW))
+    assert two.stats.first_token_seconds + two.stats.decode_seconds < time.perf_counter() - began
     assert 0 < one.stats.queue_seconds < one.stats.first_token_seconds < two.stats.queue_seconds
     assert two.stats.queue_seconds < two.stats.first_token_seconds
     stats = engine.stats()
