@@ -10,6 +10,7 @@ import torch
 from specdec import SamplingParams
 from specdec.kvcache.page_pool import PagePool
 from specdec.runtime.engine_stats import REQUEST_ROUNDS_PER_CHECK, PoolStats
+from specdec.runtime.request import Request
 
 from marks import examples
 
@@ -44,6 +45,13 @@ def test_a_long_output_holds_a_window_of_swa_slots_where_there_is_room_for_more(
     engine.generate(random_prompt(5), SamplingParams(max_new_tokens=50, ignore_eos=True))
     held = engine.stats()
     assert held.full_slots.peak >= 50 and held.swa_slots.peak <= engine.table.retain[1] + engine.table.lookahead + 4
+
+
+def test_an_idle_engine_holds_no_request(make_target, make_engine, random_prompt) -> None:
+    engine = make_engine(make_target("llama"), "ngram")
+    engine.generate([random_prompt(47)] * 2, SamplingParams(max_new_tokens=NEW))
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is Request and len(each.prompt) == 47]
 
 
 def test_times_add_up(make_target, make_engine, random_prompt) -> None:

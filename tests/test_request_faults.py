@@ -136,9 +136,10 @@ def test_an_engine_that_is_closed_while_another_thread_generates_raises_there(
 def test_a_round_that_was_interrupted_leaves_nothing_of_its_tokens(monkeypatch):
     """Its tokens, their log-probabilities and what was drafted are of the round that is settled next."""
     request = Request([0], SamplingParams(max_new_tokens=9, logprobs=0), 0, Detokenizer(None), frozenset())
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(Request, "_stats_after", Mock(side_effect=KeyboardInterrupt))
-        request.settle([1, 2, 3], [TokenLogprob(token, -1.0, {}) for token in (1, 2, 3)])
+        with pytest.raises(KeyboardInterrupt):
+            request.settle([1, 2, 3], [TokenLogprob(token, -1.0, {}) for token in (1, 2, 3)])
     assert request.output_ids == []
     request.settle([4], [TokenLogprob(4, -2.0, {})])
     output = request.output()
