@@ -5,6 +5,7 @@ import itertools
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from specdec.runtime.prompts.prompt_budget import (
     GAP_SHARE,
     MIN_CAP,
     PROMISED_GAP,
+    Division,
     PromptBudget,
     PromptCost,
     PromptGap,
@@ -21,7 +23,7 @@ from specdec.runtime.prompts.prompt_budget import (
     UnreadPrompt,
     share_tokens,
 )
-from specdec.runtime.rounds.prompt_sizes import captured_size
+from specdec.runtime.rounds.prompt_sizes import PartShare, captured_size
 
 from marks import examples
 
@@ -279,6 +281,14 @@ def test_the_longest_gap_is_the_longest_round_and_a_prompt_to_its_end() -> None:
     assert gap.longest_gap(64) == pytest.approx(0.01 + gap.cost.seconds(load_of(64, 64)) + 0.003)
 
 
+def test_the_parts_of_a_forward_together_take_few_steps() -> None:
+    gap = PromptGap(GPU, Division([PartShare(1 / 20, 1 / 20)] * 20, 256, 16))
+    for tokens in (1, 16, 256):
+        gap.cost.time(load_of(tokens), 1e-4 * tokens)
+    gap.learn_round(6.4e-3)  # a step may take 2.56 ms for a part
+    assert gap.tokens(1, 0) == 128  # 256 take ten steps, in parts of half a step
+
+
 def test_a_configured_number_of_tokens_is_read_however_long_it_takes() -> None:
     gap = timed(0.004, PromptBudget.from_config(EngineConfig(max_prefill_tokens=3000), "cuda"))
     assert gap.tokens(1, 30_000) == 3000
@@ -291,6 +301,7 @@ def test_a_configured_number_of_tokens_is_read_however_long_it_takes() -> None:
 def test_an_engine_reads_prompts_by_what_it_has_measured(make_engine, make_target, random_prompt) -> None:
     """The clock is set by hand: prompts that take long are read a little at a time, unless many wait."""
     engine = make_engine(make_target("llama"), max_batch_size=7, prefill_chunk=None, prefix_cache=False)
+    assert engine.scheduler.prompt_gap.budget == PromptBudget.from_config(engine.config, "cpu")
     assert engine.stats().prompt_gap_ms == 0.0
     engine.generate([random_prompt(40)], SamplingParams(max_new_tokens=4, ignore_eos=True))
     assert engine.stats().prompt_gap_ms > 0.0  # learned
@@ -320,12 +331,8 @@ def test_an_engine_reads_prompts_by_what_it_has_measured(make_engine, make_targe
 
 def test_a_fit_changes_nothing_of_the_process(monkeypatch):
     """numpy's solver sets how errors of numbers are taken while it runs; an interrupt in it left that so."""
-
-    def refuse(*_, **__):
-        raise AssertionError("numpy's error handling is changed")
-
-    monkeypatch.setattr(np, "errstate", refuse)
-    monkeypatch.setattr(np.linalg, "solve", refuse)
+    for module, name in ((np, "errstate"), (np.linalg, "solve")):
+        monkeypatch.setattr(module, name, Mock(side_effect=AssertionError("numpy's error handling is changed")))
     cost = PromptCost()
     for tokens in (16, 64, 256):
         cost.time(PromptLoad(tokens, tokens**2 / 2), 0.002 + 1e-5 * tokens)
@@ -387,13 +394,7 @@ def test_a_step_reads_fewer_prompt_tokens_on_a_cpu_unless_it_is_told() -> None:
     assert [room.idle_tokens(10_000) for room in (cpu, gpu)] == [384, 8192]
     assert [room.idle_tokens(300) for room in (cpu, gpu)] == [300, 300]
     for device, least in (("cpu", 16), ("cuda", 64)):
-        assert PromptBudget.from_config(EngineConfig(max_prefill_tokens=7, prefill_chunk=5), device) == PromptBudget(
-            7, 7, 5, user_set=True, min_tokens=least
-        )
+        told = PromptBudget.from_config(EngineConfig(max_prefill_tokens=7, prefill_chunk=5), device)
+        assert told == PromptBudget(7, 7, 5, user_set=True, min_tokens=least)
     assert (cpu.chunk, gpu.chunk) == (512, 8192)
     assert PromptBudget.from_config(EngineConfig(), "cuda", recurrent=True).chunk == 2048  # a prefix ends with a chunk
-
-
-def test_an_engine_has_the_room_of_its_device(make_engine, make_target) -> None:
-    engine = make_engine(make_target("llama"), max_batch_size=2)
-    assert engine.scheduler.prompt_gap.budget == PromptBudget.from_config(engine.config, "cpu")
