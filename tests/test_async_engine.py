@@ -15,6 +15,7 @@ from run_in_threads import in_threads
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import CapacityError, ConfigError, QueueFullError, RoundFailedError, SpecDecError
 from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.fair_pool import CLIENT, FairPool
 
 from engine_internals import assert_idle
 from processes import run
@@ -329,3 +330,15 @@ asyncio.run(main())
     done = run(["-c", program], timeout=120)
     assert (done.returncode, done.stdout) == (0, "on its way\n"), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_clients_have_turns_at_one_thread():
+    pool, go, order = FairPool(1, "test"), threading.Event(), list[str]()
+    jobs = []
+    for client in "aaabb":
+        token = CLIENT.set(client)
+        jobs.append(pool.submit(lambda client=client: go.wait(120) and order.append(client)))
+        CLIENT.reset(token)
+    go.set()
+    assert [job.result(120) for job in jobs] == [None] * 5 and "".join(order) == "aabab"
+    pool.shutdown()
