@@ -182,9 +182,16 @@ def test_rounds_that_keep_failing_fail_their_requests_with_the_reason_and_the_en
     model, _ = pair
 
     async def scene(served):
+        passing, leaving = [], []
+
         def broken(hidden):
+            if passing:
+                return passing.pop()(hidden)
+            for sample in served.samples if leaving else ():
+                served.engine.inbox.abort_later(sample.handle.id)
             raise torch.OutOfMemoryError("no memory for 3 GB")
 
+        logits = served.engine.target.logits
         monkeypatch.setattr(served.engine.target, "logits", broken)
 
         async def read():
@@ -197,6 +204,12 @@ def test_rounds_that_keep_failing_fail_their_requests_with_the_reason_and_the_en
         for _ in range(3):
             with pytest.raises(RoundFailedError):
                 await served.generate(random_prompt(5), PARAMS)
+        assert "rounds with requests failed" in served.trouble
+        passing.append(logits)  # a prompt's token is none of a round
+        with pytest.raises(RoundFailedError):
+            await served.generate(random_prompt(5), PARAMS)
+        leaving.append(True)  # nor does a client that leaves show that rounds work
+        assert [each.finish_reason for each in await served.generate(random_prompt(5), PARAMS)] == ["abort"]
         assert "rounds with requests failed" in served.trouble
         monkeypatch.undo()
         [output] = await served.generate(random_prompt(5), PARAMS)

@@ -239,7 +239,9 @@ def test_plain_grammars_need_no_worker(byte_tokenizer):
     start(grammars, json_object=True)
     start(grammars, json_schema={"type": "object", "properties": {"a": {"type": "array", "items": {"enum": [1]}}}})
     assert grammars._library._trial._worker is None
-    for schema in ({"pattern": "a"}, {"$ref": "#"}, {"allOf": []}, {"items": {"format": "date"}}):
+    inner = {"format": "date"}
+    held = ({"items": inner}, {"additionalProperties": inner}, {"properties": {"a": inner}})
+    for schema in ({"pattern": "a"}, {"$ref": "#"}, {"allOf": []}, *held):
         assert not compiles_in_linear_time("json_schema", json.dumps(schema))
     nested = '{"items": ' * 20 + "{}" + "}" * 20  # of plain keys alone, but deep
     assert not compiles_in_linear_time("json_schema", nested)
