@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_rig import MirroredArray, PrefixCache, RequestTable, make_allocator
 
-from specdec import SamplingParams
+from specdec import SamplingParams, SpecConfig
 from specdec.runtime import scheduler as scheduling
 from specdec.runtime.calls.inbox import Inbox
 
@@ -382,3 +382,10 @@ def same_as_comparing_with_each(scheduler: Scheduler) -> None:
         for least in (1, 9):
             found = {maker.request.id: slots for slots, maker in prefixes._in_progress.sharing(key, salt, least)}
             assert found == {number: slots for number, slots in common.items() if slots >= least}
+
+
+def test_a_request_is_admitted_only_where_its_first_round_fits_too(make_target, make_engine, random_prompt) -> None:
+    """22 slots are left: enough for the second prompt, whose first round would then preempt it."""
+    engine = make_engine(make_target("llama"), "ngram", spec=SpecConfig(3), full_slots=46)
+    engine.generate([random_prompt(20), random_prompt(20, seed=1)], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    assert engine.stats().preemptions == 0

@@ -15,6 +15,7 @@ from run_in_threads import in_threads
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import CapacityError, ConfigError, QueueFullError, RoundFailedError, SpecDecError, StoppingError
 from specdec.serving.async_engine import INTAKE_THREADS, AsyncEngine
+from specdec.serving.fair_pool import CLIENT, FairPool
 
 from engine_internals import assert_idle
 from processes import run
@@ -199,9 +200,16 @@ def test_rounds_that_keep_failing_fail_their_requests_with_the_reason_and_the_en
     model, _ = pair
 
     async def scene(served):
+        passing, leaving = [], []
+
         def broken(hidden):
+            if passing:
+                return passing.pop()(hidden)
+            for sample in served.samples if leaving else ():
+                served.engine.inbox.abort_later(sample.handle.id)
             raise torch.OutOfMemoryError("no memory for 3 GB")
 
+        logits = served.engine.target.logits
         monkeypatch.setattr(served.engine.target, "logits", broken)
 
         async def read():
@@ -214,6 +222,12 @@ def test_rounds_that_keep_failing_fail_their_requests_with_the_reason_and_the_en
         for _ in range(3):
             with pytest.raises(RoundFailedError):
                 await served.generate(random_prompt(5), PARAMS)
+        assert "rounds with requests failed" in served.trouble
+        passing.append(logits)  # a prompt's token is none of a round
+        with pytest.raises(RoundFailedError):
+            await served.generate(random_prompt(5), PARAMS)
+        leaving.append(True)  # nor does a client that leaves show that rounds work
+        assert [each.finish_reason for each in await served.generate(random_prompt(5), PARAMS)] == ["abort"]
         assert "rounds with requests failed" in served.trouble
         monkeypatch.undo()
         [output] = await served.generate(random_prompt(5), PARAMS)
@@ -371,3 +385,15 @@ asyncio.run(main())
     done = run(["-c", program], timeout=120)
     assert (done.returncode, done.stdout) == (0, "on its way\n"), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_clients_have_turns_at_one_thread():
+    pool, go, order = FairPool(1, "test"), threading.Event(), list[str]()
+    jobs = []
+    for client in "aaabb":
+        token = CLIENT.set(client)
+        jobs.append(pool.submit(lambda client=client: go.wait(120) and order.append(client)))
+        CLIENT.reset(token)
+    go.set()
+    assert [job.result(120) for job in jobs] == [None] * 5 and "".join(order) == "aabab"
+    pool.shutdown()

@@ -1,7 +1,9 @@
 """Streamed pieces of text, joined, equal the final text, for any tokenizer, stop strings and rounds."""
 
+import copy
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from specdec import SamplingParams
 from specdec.runtime.request import Request
-from specdec.text.detokenize import Detokenizer
-from specdec.text.stop_strings import find_first
+from specdec.text.detokenize import Detokenizer, end_tokens
+from specdec.text.stop_strings import StopStrings, find_first, thought_end
+from specdec.text.token_texts import TokenTexts
 
 from marks import examples
 from tiny_tokenizers import byte_level
@@ -274,6 +277,57 @@ def test_a_tokenizer_that_rewrites_its_text_cannot_break_a_stream():
         assert "".join(deltas).lower() == "abcdefghi"
 
 
+def test_a_read_that_was_dropped_leaves_no_text_to_the_next():
+    """`Handle.read` works on a copy, which an interruption drops; copies share the pieces that were handed out."""
+    reader, (first, *others) = Detokenizer(TOKENIZERS["byte-level"]), [65, 66, 67]
+    pieces = [reader.stream([first], [], finished=False)]
+    copy.copy(reader).stream([first, others[0]], [], finished=False)
+    for finished in (False, True):
+        pieces.append(reader.stream([first, *others], [], finished=finished))
+    assert "".join(pieces) == TOKENIZERS["byte-level"].decode([first, *others])
+
+
+def test_no_token_begins_before_the_one_before_it_where_spaces_are_cleaned_up():
+    tokenizer = TOKENIZERS["words-clean"]
+    texts = TokenTexts(tokenizer)
+    assert texts.read(ids_of(tokenizer, "'", "'s", "'", "<s>", "'s"), finished=True) == "''s''s"
+    assert texts.begins == [0, 1, 3, 5, 5]
+
+
+def test_special_tokens_of_a_tokenizer_that_only_names_their_ids_can_end_an_output():
+    known = TOKENIZERS["byte-level"]
+    ids = [65, known.convert_tokens_to_ids("<|im_end|>"), 66]
+    bare = type("Bare", (), {"all_special_ids": ids[1:2], "decode": staticmethod(known.decode)})()
+    request, _ = run(bare, ids, SamplingParams(max_new_tokens=3, stop="<|im_end|>"), [1])
+    assert (request.output().text, request.num_output) == (known.decode(65), 2)
+
+
+def test_end_tokens_that_only_the_config_of_the_text_model_names():
+    text = SimpleNamespace(eos_token_id=[3, 4])
+    whole = SimpleNamespace(eos_token_id=None, get_text_config=lambda: text)
+    assert end_tokens(SimpleNamespace(config=whole), None) == {3, 4}
+
+
+@pytest.mark.parametrize("char", "é€🙂")
+def test_a_character_is_handed_out_whole_with_its_last_byte(char):
+    reader, ids = Detokenizer(THINKERS["bytes"]), THINKERS["bytes"](f"a{char}")["input_ids"]
+    pieces = [reader.stream(ids[:end], [], finished=False) for end in range(1, len(ids) + 1)]
+    assert pieces == ["a", *[""] * (len(ids) - 2), char]
+
+
+def test_a_thought_ends_at_a_mark_of_many_tokens():
+    tokenizer, marks = THINKERS["bytes"], ("<t>", "[THE THOUGHT ENDS HERE]")
+    ids = tokenizer(f"{marks[0]}a b{marks[1]}c b d")["input_ids"]
+    params = SamplingParams(max_new_tokens=len(ids), stop="b", thought_marks=marks)
+    for rounds in ([1], [5]):
+        request, _ = run(tokenizer, ids, params, rounds)
+        assert request.output().text == f"{marks[0]}a b{marks[1]}c "
+
+
+def test_the_mark_after_a_thought_may_begin_with_white_space():
+    assert thought_end("\n</think>a", ("", "\n</think>")) == len("\n</think>")
+
+
 def test_readers_of_one_output_decode_its_newest_tokens_once(monkeypatch):
     """A stop string's search, the stream and the parser of calls each read the same tokens."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_pairs())
@@ -296,7 +350,7 @@ def test_a_token_that_is_added_later_has_its_text():
     assert Detokenizer(tokenizer).stream([new], [], finished=False) == "<added>"
 
 
-@pytest.mark.parametrize("stops", [[], ["never there"]])
+@pytest.mark.parametrize("stops", [[], ["never there"], "after a thought"])
 @pytest.mark.parametrize("name", ["byte-level", "llama", "word-piece-clean"])
 def test_reading_costs_the_same_for_every_token(name, stops, monkeypatch):
     """Tokens decoded per token read: bounded, however long the output. Bytes that never make a character included."""
@@ -315,8 +369,11 @@ def test_reading_costs_the_same_for_every_token(name, stops, monkeypatch):
     monkeypatch.setattr(type(tokenizer), "decode", counting)
     rng = random.Random(0)
     detokenizer, ids = Detokenizer(tokenizer), []
-    for _ in range(2000):
-        ids.append(rng.choice(common[name]))
+    in_thought = stops == "after a thought"  # it is opened by two tokens, and does not end
+    if in_thought:
+        stops = StopStrings(["never there"], thought_marks=(tokenizer.decode([0, 0]), "never there"))
+    for at in range(2000):
+        ids.append(0 if in_thought and at < 2 else rng.choice(common[name]))
         if stops:
             detokenizer.find_stop(ids, stops)
         detokenizer.stream(ids, stops, finished=False)

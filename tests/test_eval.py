@@ -9,9 +9,17 @@ import pytest
 import torch
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
+from specdec.errors import CapacityError, ConfigError
 from specdec.evaluation import accuracy as evaluation
-from specdec.evaluation.accuracy import evaluate, find_parting, open_transcripts, problem_seed, read_transcripts
-from specdec.evaluation.data_sets import EXEMPLARS, batches_of, choose, dialogue_ids, question_text
+from specdec.evaluation.accuracy import (
+    Dialogues,
+    evaluate,
+    find_parting,
+    open_transcripts,
+    problem_seed,
+    read_transcripts,
+)
+from specdec.evaluation.data_sets import EXEMPLARS, batches_of, choose, dialogue_ids, load_data, question_text
 from specdec.loading.model_loading import load_tokenizer
 from specdec.models.published import resolve_name
 from specdec.progress import Interrupted
@@ -109,6 +117,7 @@ def test_a_margin_is_that_of_the_bare_model():
             logits = model(tokens, use_cache=False, logits_to_keep=1).logits[0, -1]
             exact = copy.deepcopy(model).double()(tokens).logits[0, -1]
         parting = find_parting(engine.target, prompt, [7, 8, 9, 1], [7, 8, 5, 1, 2])
+        assert find_parting(engine.target, prompt, [7, 8], [7, 8, 5]) == {"position": 2, "logit_margin": None}
     assert parting["position"] == 2
     assert parting["logit_margin"] == abs(float(logits[9] - logits[5]))
     rounding = 64 * torch.finfo(torch.float32).eps * float(exact.abs().max())
@@ -223,6 +232,21 @@ def test_without_a_chat_template_a_dialogue_is_its_texts():
 
 
 @pytest.mark.slow
+def test_the_answers_to_all_turns_must_fit(byte_tokenizer):
+    ask = Dialogues(byte_tokenizer, False, {0: ["a", "b"]})  # a, b, an empty answer, and two line feeds between them
+    ask.require_fits(6 + 2 * 10, 10)
+    with pytest.raises(CapacityError, match="problem 0 may take 26 tokens"):
+        ask.require_fits(6 + 2 * 10 - 1, 10)
+
+
+def test_a_file_of_another_benchmark_of_one_name_is_refused(tmp_path):
+    rows = [{"turns": ["x"], "category": category} for category in ("writing", "math")]
+    (tmp_path / "question.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match="name mt-bench in place of spec-bench"):
+        load_data("spec-bench", str(tmp_path))
+    assert len(load_data("mt-bench", str(tmp_path))[1]) == 2
+
+
 def test_a_first_answer_that_differs_is_found_and_withholds_the_speed(questions, monkeypatch):
     generate = Engine.generate
 

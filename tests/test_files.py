@@ -2,12 +2,15 @@
 
 import os
 import stat
+from io import FileIO
 from pathlib import Path
 
 import pytest
 
 from specdec import SpecDecError
 from specdec.cli.output_files import STDOUT, require_distinct, require_writable, write_file
+from specdec.text import record_files
+from specdec.text.record_files import append_record, open_records, whole_lines
 
 
 def names(folder):
@@ -98,3 +101,14 @@ def test_two_outputs_to_one_destination_are_refused(tmp_path):
     (tmp_path / "link").symlink_to("a")
     with pytest.raises(SpecDecError, match="named for two outputs"):
         require_distinct((tmp_path / "a", tmp_path / "link"))
+
+
+def test_a_record_is_whole_although_the_system_takes_it_in_pieces(tmp_path, monkeypatch):
+    class Slow(FileIO):
+        def write(self, data):
+            return super().write(bytes(data)[:3])
+
+    monkeypatch.setattr(record_files, "FileIO", Slow)
+    with open_records(tmp_path / "records.jsonl") as file:
+        append_record(file, {"text": "long enough"})
+    assert whole_lines(tmp_path / "records.jsonl") == [b'{"text": "long enough"}']

@@ -1,6 +1,7 @@
 """What an engine says of itself: figures that add up, a copy of them, and sizes that stay level."""
 
 import gc
+import time
 import tracemalloc
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from specdec import SamplingParams
 from specdec.kvcache.page_pool import PagePool
 from specdec.runtime.engine_stats import REQUEST_ROUNDS_PER_CHECK, PoolStats
+from specdec.runtime.request import Request
 
 from marks import examples
 
@@ -45,10 +47,19 @@ def test_a_long_output_holds_a_window_of_swa_slots_where_there_is_room_for_more(
     assert held.full_slots.peak >= 50 and held.swa_slots.peak <= engine.table.retain[1] + engine.table.lookahead + 4
 
 
+def test_an_idle_engine_holds_no_request(make_target, make_engine, random_prompt) -> None:
+    engine = make_engine(make_target("llama"), "ngram")
+    engine.generate([random_prompt(47)] * 2, SamplingParams(max_new_tokens=NEW))
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is Request and len(each.prompt) == 47]
+
+
 def test_times_add_up(make_target, make_engine, random_prompt) -> None:
     """One row: the second waits until the first has ended."""
     engine = make_engine(make_target("llama"), max_batch_size=1)
+    began = time.perf_counter()
     one, two = engine.generate([random_prompt(9), random_prompt(12)], SamplingParams(max_new_tokens=NEW))
+    assert two.stats.first_token_seconds + two.stats.decode_seconds < time.perf_counter() - began
     assert 0 < one.stats.queue_seconds < one.stats.first_token_seconds < two.stats.queue_seconds
     assert two.stats.queue_seconds < two.stats.first_token_seconds
     stats = engine.stats()

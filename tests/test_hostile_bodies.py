@@ -261,10 +261,11 @@ def test_a_fault_of_the_server_is_a_500_with_its_id_in_the_log(url, caplog, monk
 
 
 def test_a_body_of_another_type_is_refused_with_415(url):
-    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "text/x+json", ""):
         answer = post(url, ASKED, headers={"Content-Type": kind})
         assert answer.status_code == 415 and "application/json" in answer.json()["error"]["message"]
-    assert post(url, ASKED, headers={"Content-Type": "application/json; charset=utf-8"}).status_code == 200
+    for kind in ("Application/JSON ; charset=utf-8", "application/vnd.x+json"):
+        assert post(url, ASKED, headers={"Content-Type": kind}).status_code == 200
 
 
 def test_a_byte_order_mark_before_the_body_is_skipped():

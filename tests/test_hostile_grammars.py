@@ -1,5 +1,6 @@
 """A hostile grammar fails its own request and nothing else: it costs no process, no minute and no gigabyte."""
 
+import copy
 import gc
 import json
 import os
@@ -238,8 +239,18 @@ def test_plain_grammars_need_no_worker(byte_tokenizer):
     start(grammars, json_object=True)
     start(grammars, json_schema={"type": "object", "properties": {"a": {"type": "array", "items": {"enum": [1]}}}})
     assert grammars._library._trial._worker is None
-    for schema in ({"pattern": "a"}, {"$ref": "#"}, {"allOf": []}, {"items": {"format": "date"}}):
+    inner = {"format": "date"}
+    held = ({"items": inner}, {"additionalProperties": inner}, {"properties": {"a": inner}})
+    for schema in ({"pattern": "a"}, {"$ref": "#"}, {"allOf": []}, *held):
         assert not compiles_in_linear_time("json_schema", json.dumps(schema))
+    nested = '{"items": ' * 20 + "{}" + "}" * 20  # of plain keys alone, but deep
+    assert not compiles_in_linear_time("json_schema", nested)
+    assert not compiles_in_linear_time("choice", ("a" * 9000,))
+
+
+def test_brackets_that_close_nothing_hide_no_depth():
+    with pytest.raises(ConfigError, match="it is nested 150 deep"):
+        require_bounded("regex", ")" * 150 + "(" * 150)
 
 
 def test_a_grammar_that_no_text_follows_is_refused_at_once(grammars):
@@ -260,7 +271,9 @@ def test_kept_grammars_are_bounded_in_bytes(byte_tokenizer, monkeypatch):
     for text in ("abd", "abe", "abf", "abg", "abh", "abi", "abj", "abk", "abl", "abm", "abn", "abo", "abp", "abq"):
         start(grammars, choice=[text])
         assert 0 < grammars.kept_bytes <= 40 * grammar.BYTES_PER_CHAR
-    start(grammars, choice=["abc"])
+    for text in [*"abcdefghijklmnop"]:
+        start(grammars, choice=["abc"])  # used again and again
+        start(grammars, choice=["ac" + text])
     assert compiled.count(("abc",)) == 2
     start(grammars, choice=["a" * 100])  # larger than all the room: served, and not kept
     assert grammars.kept_bytes == 0
@@ -272,3 +285,11 @@ def test_short_grammars_count_with_what_each_takes_whatever_its_length(byte_toke
     for number in range(3):
         start(grammars, choice=[f"{number}"])
     assert len(grammars._kept) == 3 and grammars.kept_bytes > 3 * 44_000
+
+
+def test_a_grammar_leaves_the_tokenizer_as_it_is(byte_tokenizer):
+    own = copy.deepcopy(byte_tokenizer)
+    own.backend_tokenizer.enable_padding()
+    own.backend_tokenizer.enable_truncation(2)
+    start(Grammars(own, 300), choice=["abc"])
+    assert own.backend_tokenizer.padding is not None and own.backend_tokenizer.truncation is not None

@@ -380,3 +380,8 @@ def test_models_that_are_not_served_are_refused(make_target, tmp_path) -> None:
     encoder = folder_of(transformers.BertConfig(), tmp_path / "c", architectures=["BertModel"])
     refused = run("--memory", "--drafter", encoder)
     assert refused.exit_code == 2 and "has model_type 'bert'; supported are " in refused.stderr
+
+
+def test_the_longest_text_fits_a_pool_of_given_size(make_target, make_engine) -> None:
+    engine = make_engine(make_target("llama"), "ngram", spec=SpecConfig(3), max_model_len=None, full_slots=40)
+    assert engine.max_model_len == 40 - engine.table.lookahead

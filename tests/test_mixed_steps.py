@@ -1,6 +1,7 @@
 """Rounds and prompts in one step: which requests wait, for how long, and what happens to requests that leave
 meanwhile."""
 
+import itertools
 import random
 
 import pytest
@@ -182,3 +183,19 @@ def test_prompts_of_a_step_are_one_forward_without_padding(
     model = make_target("gemma4-e2b")
     assert [h.output().token_ids for h in handles] == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("beside", [1, 3])
+def test_a_short_prompt_has_its_token_while_long_ones_are_read(beside, make_engine, make_target, random_prompt):
+    """Counted in steps: after the long ones it would wait for twelve times as many."""
+    engine = make_engine(make_target("llama"), max_batch_size=6, max_prefill_tokens=16, max_model_len=256)
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    stream = engine.submit(random_prompt(3), params)
+    engine.step()
+    long = [engine.submit(random_prompt(190, seed=i), SamplingParams(max_new_tokens=1)) for i in range(beside)]
+    engine.step()
+    short = engine.submit(random_prompt(12, seed=9), params)
+    steps = next(count for count in itertools.count(1) if engine.step() and short.read() is not None)
+    assert steps <= 3
+    assert all(each.read() is None for each in long)
+    assert stream.finished is False

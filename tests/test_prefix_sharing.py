@@ -178,6 +178,19 @@ def test_a_request_waiting_for_a_prefix_keeps_its_row_and_lets_others_pass(build
     assert [handle.output().stats.cached_tokens for handle in (maker, other, late)] == [0, 0, 0]
 
 
+def test_a_request_does_not_wait_for_kv_that_it_cannot_adopt(build, random_prompt):
+    """Its prompt's scores need states that only its own samples compute; another salt; K/V of old weights."""
+    engine = build(DRAFTERS["plain"], max_batch_size=4, prefill_chunk=16)
+    prefix, asked = random_prompt(60), [{}, {"prompt_logprobs": 1}, {"cache_salt": "a"}, {}]
+    params = [SamplingParams(max_new_tokens=2, **each) for each in asked]
+    engine.submit_many([[*prefix, i] for i in range(4)], params)
+    engine.step()
+    assert [request.params for request in engine.scheduler.running] == params[:3]
+    engine.clear_prefix_cache()
+    engine.step()
+    assert len(engine.scheduler.running) == 4
+
+
 def test_no_request_waits_for_one_that_is_served_after_it(build, random_prompt):
     engine = build(DRAFTERS["plain"], max_batch_size=3, prefill_chunk=16)
     prefix = random_prompt(100)
@@ -239,6 +252,17 @@ def test_a_preempted_request_finds_what_it_had_made(build, greedy_oracle, random
     assert 0 < sum(lengths) <= 2
     assert engine.stats().cached_tokens == 0  # of other requests
     assert_idle(engine)
+
+
+def test_tokens_that_a_preempted_request_had_read_count_as_found_by_none(build, random_prompt):
+    engine = build(DRAFTERS["plain"], max_batch_size=2, prefill_chunk=16)
+    handle = engine.submit(random_prompt(60), SamplingParams(max_new_tokens=1, cache_salt="\ud800"))  # any text
+    engine.step()
+    while not engine.scheduler.waiting:
+        engine.scheduler._make_room()
+    with prompt_chunks() as lengths:
+        assert handle.output().stats.cached_tokens == 0
+    assert sum(lengths) == 60 - 16
 
 
 # K/V of other weights

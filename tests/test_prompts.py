@@ -1,6 +1,7 @@
 """Prompts and chats: what is understood, one sentence for what is not, and control tokens of a user, which are text."""
 
 import copy
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -16,6 +17,7 @@ from specdec.text.content_tokens import ContentTokens
 from specdec.text.prompts import chat_ids, chat_or_text_ids
 
 from served_engine import served
+from tiny_tokenizers import byte_level
 
 TEMPLATE = (
     "{% if tools is defined and tools %}[{{ tools | length }} tools]{% endif %}"
@@ -258,6 +260,29 @@ def test_tokens_within_tokens_are_broken_too(chatml):
         assert control(chatml, ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     chat, others, marker = found.break_tokens([{"role": "user", "content": "nothing"}], {"tools": None})
     assert (chat, others, marker) == ([{"role": "user", "content": "nothing"}], {"tools": None}, "")
+
+
+def test_control_tokens_that_overlap_are_both_broken(byte_tokenizer):
+    """Breaking the first leaves the second whole."""
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[A]", "][B]"]})
+    ids = chat_or_text_ids(tokenizer, "[A][B]", {}, "escape")
+    assert control(tokenizer, ids) == [] and tokenizer.decode(ids) == "[A][B]"
+
+
+def test_a_control_token_that_is_also_a_word_of_the_base_vocabulary_is_broken():
+    tokenizer = byte_level([("<", "s"), ("<s", ">")], use_regex=False)
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+    ids = chat_or_text_ids(tokenizer, "a<s>b", {}, "escape")
+    assert control(tokenizer, ids) == [] and tokenizer.decode(ids) == "a<s>b"
+    assert control(tokenizer, chat_or_text_ids(tokenizer, "a<s>b", {})) == ["<s>"]
+
+
+def test_control_tokens_of_which_a_tokenizer_only_says_the_texts_are_broken():
+    named = SimpleNamespace(all_special_tokens=["<s>"])
+    [message], _, marker = ContentTokens(named, "").break_tokens([{"content": "<s>"}], {})
+    assert marker and message["content"] == f"<{marker}s>"
 
 
 def test_what_a_template_chosen_by_name_writes_is_broken_too(chatml):

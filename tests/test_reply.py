@@ -361,7 +361,7 @@ def test_a_token_across_a_border_is_of_the_first_text_alone():
 
 def fallback():
     """Byte fallback, of which a run of bytes is decoded as a whole, and a space, which alone is no text."""
-    vocab = {f"<0x{value:02X}>": value for value in range(256)} | {"▁": 256}
+    vocab = {f"<0x{value:02X}>": value for value in range(256)}
     tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps)
@@ -375,7 +375,7 @@ def fallback():
         ("😀😀!".encode(), [0, 0, 0, 0, 1, 1, 1, 1, 2]),
         (b"\xa1" * 6, [0, 1, 2, 3, 4, 5]),
         (b"\xe5\xa5\xa1\xa1!\xc3", [0, 0, 0, 1, 2, 3]),
-        (b"\xca \xca \xca", [0, 1, 2, 3, 4]),
+        (b"\xca \xca \xae", [0, 1, 2, 3, 4]),
     ],
     ids=["two emoji", "no character", "a byte too many", "spaces"],
 )
@@ -383,8 +383,8 @@ def test_each_token_is_of_one_text_whatever_its_bytes_make(make, written, begins
     """Bytes that continue no character began with the last that was one, so that some were of no text at all."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=make())
     vocab = tokenizer.get_vocab()
-    ids = [token for byte in written for token in range(256) if token_bytes(tokenizer, token) == bytes([byte])]
-    ids = [vocab.get("▁", token) if token_bytes(tokenizer, token) == b" " else token for token in ids]
+    of_byte = {token_bytes(tokenizer, token): token for token in range(256)}
+    ids = [vocab[f"<0x{byte:02X}>"] if make is fallback else of_byte[bytes([byte])] for byte in written]
     for size in (1, 2, 9):
         texts, given = TokenTexts(tokenizer), []
         for at in range(0, len(ids), size):
@@ -392,5 +392,5 @@ def test_each_token_is_of_one_text_whatever_its_bytes_make(make, written, begins
             texts.read(ids[at : at + size], finished=at + size >= len(ids))
             given += texts.tokens_in(start, texts.length)
         assert [*given, *texts.tokens_after()] == list(range(len(ids)))
-        if make is byte_level or written.decode(errors="ignore").encode() == written:
+        if make is byte_level or b" " in written or written.decode(errors="ignore").encode() == written:
             assert texts.begins == begins

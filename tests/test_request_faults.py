@@ -1,13 +1,17 @@
 """One request's fault ends one request: tokenizers and grammars that raise, wrong ids, engines that are closed."""
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 from run_in_threads import in_threads
 
 from specdec import SamplingParams
 from specdec.errors import ConfigError, RequestFailedError, SpecDecError
+from specdec.runtime.request import Request
 from specdec.sampling.grammars import grammar
+from specdec.sampling.log_probs import TokenLogprob
+from specdec.text.detokenize import Detokenizer
 
 from engine_internals import assert_idle
 
@@ -127,3 +131,16 @@ def test_an_engine_that_is_closed_while_another_thread_generates_raises_there(
         engine.close()
 
     in_threads([ask, close])
+
+
+def test_a_round_that_was_interrupted_leaves_nothing_of_its_tokens(monkeypatch):
+    """Its tokens, their log-probabilities and what was drafted are of the round that is settled next."""
+    request = Request([0], SamplingParams(max_new_tokens=9, logprobs=0), 0, Detokenizer(None), frozenset())
+    with monkeypatch.context() as patch:
+        patch.setattr(Request, "_stats_after", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            request.settle([1, 2, 3], [TokenLogprob(token, -1.0, {}) for token in (1, 2, 3)])
+    assert request.output_ids == []
+    request.settle([4], [TokenLogprob(4, -2.0, {})])
+    output = request.output()
+    assert (output.token_ids, output.drafted, output.logprobs) == ([4], [False], [TokenLogprob(4, -2.0, {})])

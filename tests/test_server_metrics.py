@@ -2,8 +2,9 @@
 log and its traces."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import httpx
 import pytest
@@ -149,6 +150,41 @@ def test_metrics_count_rounds_by_the_draft_that_was_chosen(
             assert list(found.values()) == list(counts)
             assert len(found) == len(stats.drafts.shapes) == num_drafts
         assert (sum(stats.drafts.rounds) > 0) == (drafter is not None)
+
+
+class Sampled:
+    """A sample of a request that was submitted at 1.0, as the engine's thread has it."""
+
+    num_reported, last_news, failure, owner = 0, 0.0, None, SimpleNamespace(submitted=1.0)
+
+    def __init__(self, output_tokens: int) -> None:
+        stats = RequestStats(output_tokens=output_tokens, queue_seconds=0.25)
+        self.handle = SimpleNamespace(finish_reason="length", stats=stats)
+
+
+def test_times_of_requests_are_counted_from_their_arrival_their_first_token_and_the_round_before() -> None:
+    """One that ends before its first token has a reason and no times; one of a single token has no time per token."""
+    engine = MagicMock(samples=[1, 2, 3], config=EngineConfig(), stats=AsyncMock(return_value=EngineStats(running=1)))
+    metrics, (many, one, none) = MetricsCollector(engine, "m"), map(Sampled, (5, 1, 0))
+    metrics.gained(many, 1.5)
+    many.num_reported, many.last_news = 1, 1.5
+    metrics.gained(many, 1.75)
+    metrics.gained(one, 1.5)
+    snapshots = [asyncio.run(metrics.snapshot()) for _ in range(2)]
+    assert [(each.requests.output_tokens, each.engine.waiting) for each in snapshots] == [(6, 2)] * 2
+    for sample in (many, one, none):
+        metrics.ended(sample, 3.5)
+    assert asyncio.run(metrics.snapshot()).requests.output_tokens == 6
+    expected = {
+        "time_to_first_token": [1.0, 2],
+        "inter_token_latency": [0.25, 1],
+        "request_time_per_output_token": [0.5, 1],  # 2 s for the four tokens after the first
+        "e2e_request_latency": [5.0, 2],
+        "request_queue_time": [0.5, 2],
+    }
+    for name, values in expected.items():
+        of_name = [f"vllm:{name}_seconds_{kind}" for kind in ("sum", "count")]
+        assert [metrics.registry.get_sample_value(each, {"model_name": "m"}) for each in of_name] == values, name
 
 
 def test_throughput_and_acceptance_are_those_between_two_looks_and_nothing_is_said_without_traffic():

@@ -13,6 +13,7 @@ from specdec.config import MAX_PRIORITY
 from specdec.errors import ConfigError
 from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.http.clients import salt_for
 from specdec.serving.server_settings import ServeSettings
 
 from marks import deep_cases
@@ -116,3 +117,10 @@ def test_a_priority_that_ageing_never_reaches_is_refused_in_python_too():
         for priority in (-(2**31), -MAX_PRIORITY - 1, MAX_PRIORITY + 1):
             with pytest.raises(ConfigError, match=f"^priority={priority}: an integer from -{MAX_PRIORITY} to"):
                 engine.submit([5], SamplingParams(max_new_tokens=2), priority=priority)
+
+
+def test_no_name_of_a_key_with_a_salt_makes_the_salt_of_another():
+    settings = ServeSettings(["tiny"])
+    asked = [("a", None), ("a", ""), ("a", "b"), ("a=b", None), ("a=", "b"), ("", "b"), ("", "a=b"), ("", "1:a2:=b")]
+    assert len({salt_for(*each, settings) for each in asked}) == len(asked)
+    assert salt_for("", None, settings) is None

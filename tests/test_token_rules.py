@@ -14,6 +14,7 @@ from specdec import Engine, SamplingParams
 from specdec.errors import ConfigError
 from specdec.sampling.grammars.grammar import Grammars, tree_masks
 from specdec.sampling.grammars.grammar_bounds import ONE_LINE, compiles_in_linear_time
+from specdec.sampling.grammars.token_rules import only_bit, token_bits
 from specdec.text.detokenize import Detokenizer
 from specdec.text.stop_strings import StopStrings, cut_at_stop, find_first
 
@@ -165,3 +166,9 @@ def test_a_schema_says_itself_how_white_space_is_written(engine_of, prompts, byt
         [out] = engine_of(kind).generate([prompts[0]], asked)
         assert out.text in ('{"a": 1}', '{"a": 2}')
     assert compiles_in_linear_time("json_schema", asked.json_schema)
+
+
+@pytest.mark.parametrize("token", [0, 31, 32, 63])
+def test_the_only_token_of_a_mask_is_found_at_the_ends_of_its_words(token):
+    assert only_bit(token_bits([token], 2)) == token
+    assert only_bit(token_bits([token, 5], 2)) is None and only_bit(token_bits([], 2)) is None

@@ -108,8 +108,8 @@ def require_handling(value: object) -> None:
 
 
 def _pattern(tokens: set[str]) -> "re.Pattern[str]":
-    """Matches any of these tokens, the longest first; white space and single characters count as ordinary text."""
-    words = sorted((token for token in tokens if len(token) > 1 and not token.isspace()), key=len, reverse=True)
+    """Matches any of these tokens; white space and single characters count as ordinary text."""
+    words = sorted(token for token in tokens if len(token) > 1 and not token.isspace())
     return re.compile("|".join(map(re.escape, words)) or r"(?!)")
 
 

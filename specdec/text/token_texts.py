@@ -67,7 +67,7 @@ class TokenTexts:
         if first and (self.begins[first] if first < len(self.begins) else self._settled + len(self._tail)) > start:
             first -= 1  # its text continues here
         last = bisect_left(self.begins, end)
-        first = min(max(self._given, first), max(self._given, last))
+        first = max(self._given, first)
         self._given = max(self._given, last)
         return range(first, self._given)
 

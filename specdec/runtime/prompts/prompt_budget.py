@@ -63,10 +63,6 @@ ROUND_DECAY = 0.8
 COST_DECAY = 0.97
 """Weight of earlier forwards in the fitted cost of prompts, after one more."""
 
-MAX_SURPRISE = 2.0
-"""A measured time above this multiple of the expected time is clipped to it: the forward was probably interrupted. If
-the device has really become slower, the expectation follows within a few forwards."""
-
 Numbers = npt.NDArray[np.float64]
 UNITS = np.array([1.0, 1e3, 1e6])  # scale of the three unknowns: per forward, token, pair
 
@@ -99,7 +95,7 @@ class PromptBudget(NamedTuple):
 
     def idle_tokens(self, to_come: int) -> int:
         """Prompt tokens of a step while no request decodes. to_come: unread tokens of all running prompts."""
-        few = to_come <= min(IDLE_STEPS * self.while_decoding, max(self.while_idle, MAX_BUDGET))
+        few = to_come <= min(IDLE_STEPS * self.while_decoding, MAX_BUDGET)
         return to_come if few else self.while_idle
 
 
@@ -127,7 +123,8 @@ class Division(NamedTuple):
 
 
 class PromptCost:
-    """Seconds of a forward over prompts, as three non-negative numbers: least squares of the relative error.
+    """Seconds of a forward over prompts, as three non-negative numbers: least squares of the relative error, so a
+    forward that was interrupted counts little.
 
     They are fitted to forwards that were timed alone (`time`), or, if there are none, to all forwards of requests
     (`learn`), with less weight for old ones.
@@ -153,8 +150,6 @@ class PromptCost:
         """Fit a forward over prompts of requests. Ignored if forwards were timed alone."""
         if self._whole or load.tokens == 0 or seconds <= 0:
             return
-        if self.is_known:
-            seconds = min(seconds, MAX_SURPRISE * self.seconds(load))
         self._fitted()  # solved before older forwards lose weight
         self._equations *= COST_DECAY
         self._add(load, seconds)
@@ -238,7 +233,7 @@ class PromptGap:
         if fitting >= budget.while_decoding:
             return budget.while_decoding
         if self.division is not None and fitting < self.division.max_tokens:
-            return min(self._tokens_in_parts(self.division, num_waiting, prefix), budget.while_decoding)
+            return self._tokens_in_parts(self.division, num_waiting, prefix)
         return min(max(budget.min_tokens, captured_size(fitting)), budget.while_decoding)
 
     def seconds_allowed(self, num_waiting: int, load: PromptLoad) -> float | None:
