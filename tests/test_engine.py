@@ -171,11 +171,14 @@ def test_end_tokens_cut_an_accepted_path(
     assert engine.generate(prompt, SamplingParams(max_new_tokens=NEW))[0].token_ids == ids
 
 
-@pytest.mark.parametrize("source", ["generation_config", "list", "config", "tokenizer"])
+@pytest.mark.parametrize("source", ["generation_config", "list", "config", "tokenizer", "both"])
 def test_end_tokens_come_from_the_model(source, make_target, make_engine, greedy_oracle, random_prompt, pair_tokenizer):
+    """A chat's end that only the tokenizer names counts, too; such answers ran to their limit."""
     model, prompt = make_target("llama", fresh=True), random_prompt(9)
     ids = greedy_oracle(model, prompt, NEW)
     end, tokenizer = ids[5], None
+    if source == "both":
+        model.generation_config.eos_token_id = model.config.eos_token_id = ids[9]
     if source == "generation_config":
         model.generation_config.eos_token_id = end
     elif source == "list":

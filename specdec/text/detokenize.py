@@ -365,10 +365,13 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]:
-    """Ids that end a text: from the generation config, else the config, else the tokenizer."""
-    config = model.config
-    for source in (getattr(model, "generation_config", None), config, config.get_text_config(), tokenizer):
-        ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return frozenset(ids if isinstance(ids, (list, tuple)) else [ids])
-    return frozenset()
+    """Ids that end a text: those of the generation config, else of the config, and the tokenizer's, as in vLLM. Of many
+    fine-tunes only the tokenizer names the token with which their chat template ends a turn."""
+    configs = (getattr(model, "generation_config", None), model.config, model.config.get_text_config())
+    named = next((ids for each in configs if (ids := _end_ids(each))), frozenset())
+    return named | _end_ids(tokenizer)
+
+
+def _end_ids(source: Any) -> frozenset[int]:
+    ids = getattr(source, "eos_token_id", None)
+    return frozenset(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
