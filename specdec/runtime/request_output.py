@@ -1,8 +1,8 @@
 """What a user gets of a request: its output, the deltas of a stream, and its figures; and how figures are counted.
 
 A request's figures are those that it had when it got its row, plus the sums of its row since then. `RowTotals` keeps
-the sums and adds a settled round for all rows at once. Settled rounds make new sums and change none, so a request has
-the figures of a round from the moment it has the round's tokens.
+the sums and adds a settled round for all rows at once. Settling a round makes new sums and leaves the old ones as they
+are, so a request has the figures of a round as soon as it has the round's tokens.
 """
 
 import copy

@@ -1,5 +1,5 @@
-"""Reports of how drafts did. In words: one sentence for the log, benchmarks, command line and examples. As counts: for
-statistics, metrics and the doctor, and under the names of vLLM for its clients and benchmarks.
+"""Reports on drafts: as one sentence, for the log, benchmarks, command line and examples; as counts, for statistics,
+metrics and the doctor; and as counts under vLLM's names, for clients and benchmarks that read those.
 
 vLLM's counts skip rounds without drafts. A tree counts by its depth, not by its nodes.
 """
