@@ -117,7 +117,7 @@ class EngineConfig:
 
     max_batch_size: most requests that run at a time; others wait.
     max_model_len: most tokens of prompt and output together. None: the model's own limit, or less if memory is short.
-    page_size: K/V slots per page. With recurrent layers choose a divisor of 16; with others fewer prefixes are cached.
+    page_size: K/V slots per page. With recurrent layers, fewer prefixes are cached unless it divides 16.
     full_slots, swa_slots: usable KV slots (tokens) of each pool. None: enough for `max_batch_size` requests of
         `max_model_len`, within `memory_share`.
     attention: "torch" runs anywhere. "triton" uses the Triton kernels, which need a CUDA device (or, to try them on a

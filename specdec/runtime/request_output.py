@@ -30,7 +30,7 @@ class RequestStats:
 
     drafted_rounds: rounds with drafts.
     drafted_round_tokens: tokens emitted in rounds with drafts, the bonus included.
-    draft_tokens, draft_nodes: depths of drafts, summed; nodes verified, without roots.
+        draft_tokens: sum of the depths of drafts. draft_nodes: verified nodes, without roots.
     drafted_counts: at i, rounds with drafts at least i + 1 deep.
     accepted_counts: at i, rounds of these that emitted draft i + 1. A round that ends the output counts only as deep as
         it emitted.
@@ -171,7 +171,7 @@ class GenerationOutput:
     special tokens removed and ends before a stop string.
     finish_reason: "stop" (an end token or string), "length" (max_new_tokens), "abort" (the caller aborted it, the
     engine was closed, or its grammar allows no next token).
-    drafted: per token, whether it came out of an accepted draft.
+    drafted: for each token, whether it was an accepted draft.
     prompt_logprobs: of each prompt token, if the request asks for them; None for the first, and for tokens that an
     aborted request has not read.
     """
