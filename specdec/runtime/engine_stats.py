@@ -42,8 +42,8 @@ bound too."""
 class PoolStats(NamedTuple):
     """KV slots, summed over pools.
 
-    held: slots of requests, now. peak: the most of each pool ever. cached: slots of the prefix cache alone. capacity: all
-    slots.
+    held: slots of requests, now. peak: the most of each pool ever. cached: slots of the prefix cache alone. capacity:
+    all slots.
     """
 
     held: int
