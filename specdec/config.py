@@ -55,9 +55,9 @@ class SpecConfig:
     """Shape of a draft: `num_steps` levels, `topk` branches per node, `num_draft_tokens` verified nodes, root included.
 
     topk = 1 is a chain. Otherwise the best `topk` nodes of each level are expanded, and the best nodes of all levels
-    are verified. num_draft_tokens None: 1 + topk * num_steps nodes, for a tree at most 64. adaptive: this is the
-    largest draft; each round has the draft (or none) with the most expected tokens per second. It changes no token.
-    False: every round has this draft.
+    are verified. num_draft_tokens None: 1 + topk * num_steps nodes, for a tree at most 64. adaptive: each round has the
+    draft (or none) with the most expected tokens per second, and this is the largest. It changes no token. False: every
+    round has this draft.
     """
 
     num_steps: int = 4
@@ -116,14 +116,14 @@ class EngineConfig:
     """Sizes and devices of an engine.
 
     max_batch_size: most requests that run at a time; others wait.
-    max_model_len: longest prompt + output, in tokens. None: the model's own limit, or less if memory is short.
-    page_size: slots per page of K/V; with recurrent layers a divisor of 16, else fewer prefixes are cached.
+    max_model_len: most tokens of prompt and output together. None: the model's own limit, or less if memory is short.
+    page_size: K/V slots per page. With recurrent layers, fewer prefixes are cached unless it divides 16.
     full_slots, swa_slots: usable KV slots (tokens) of each pool. None: enough for `max_batch_size` requests of
         `max_model_len`, within `memory_share`.
     attention: "torch" runs anywhere. "triton" uses the Triton kernels, which need a CUDA device (or, to try them on a
         CPU, TRITON_INTERPRET=1). "auto": "triton" on a GPU that can run them, else "torch".
-    cuda_graphs: capture rounds and prompts of up to 2,048 tokens (longer if memory allows) once per shape and replay
-        them. True: an error if that is impossible. "auto": on a GPU, if the model allows it.
+    cuda_graphs: "auto": on a GPU, if the model allows it, capture rounds and prompts of up to 2,048 tokens (longer if
+        memory allows) once per shape and replay them. True: an error if that is impossible. False: never.
     deterministic: a token's logits depend only on its request, to the bit: not on the batch, prompt chunks, preemption,
         drafts or captures. A model that cannot guarantee this is refused.
     dtype: a torch.dtype or its name ("bfloat16", "bf16"). None: float32 on a CPU, else the checkpoint's.
@@ -204,21 +204,20 @@ class SamplingParams(SamplingNumbers):
     top_k: keep the k most likely tokens. 0: all.
     top_p: keep the smallest set of tokens of this mass. 1: all.
     min_p: drop tokens below this share of the most likely one. 0: none.
-    seed: the output is a pure function of model, prompt, parameters and seed, whatever the drafter and the batch. None:
-        a random seed.
+    seed: the output depends only on model, prompt, parameters and seed, not on drafter and batch. None: a random seed.
     top_n_sigma: keeps tokens whose logit, before temperature, is at least the best logit minus n standard deviations of
         the position's finite logits (population: divided by their number). 0 or less: all.
     repetition_penalty: above 1 makes tokens of prompt and output less likely.
     presence_penalty: subtracted from the logit of each token that occurs in the output.
     frequency_penalty: subtracted from a token's logit for each occurrence in the output.
-    stop: strings that end the text, which are cut off.
+    stop: strings that end the text; the text ends before them.
     stop_token_ids: further tokens that end the output.
     ignore_eos: the model's own end tokens do not end the output.
     logprobs: the number of alternatives to report per token. None: no log-probabilities.
     n: number of samples. Sample i equals that of n=1 with the seed `seed` + i.
-    speculation: a SpecConfig within the engine's (adaptive=False: this draft in every round, even in an adaptive
-        engine). If a round has deeper drafts, the request accepts at most its own depth. It changes no token. False: no
-        drafts. None: like the engine.
+    speculation: None: like the engine. False: no drafts. A SpecConfig within the engine's: the request accepts at most
+        its depth; with adaptive=False it has this draft in every round, even in an adaptive engine. It changes no
+        token.
     logit_bias: added to the logits of these token ids.
     json_schema: grammar of the output, a dict or JSON text. At most one of these four grammars is allowed. The text can
         end only where the grammar can; max_new_tokens cuts it.
@@ -228,11 +227,11 @@ class SamplingParams(SamplingNumbers):
     cache_salt: a secret text. Only requests with the same salt (None is a salt too) share cached K/V. It changes no
         token.
     prompt_logprobs: like logprobs, for prompt tokens. max_new_tokens=0 then only scores the prompt.
-    min_tokens: before the output has this many tokens, no end token is drawn and no stop string counts.
-    allowed_token_ids: only these are drawn, so include an end token or set a length. None: all.
+    min_tokens: until the output has this many tokens, no end token is drawn and no stop string counts.
+    allowed_token_ids: only these tokens are drawn, so include an end token or set a length. None: all.
     include_stop_str_in_output: keep the stop string at the end of the text.
-    thought_marks: marks of a thought at the beginning of the output, such as ("<think>", "</think>"), in which no stop
-        string counts; ("", "</think>") if the prompt has opened it. None: stop strings count everywhere.
+    thought_marks: marks around a thought at the beginning of the output, such as ("<think>", "</think>"), or ("",
+        "</think>") if the prompt has opened it. Stop strings in it do not count. None: they count everywhere.
     """
 
     # hash=False: a list or a dict has no hash

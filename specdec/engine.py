@@ -5,9 +5,9 @@
 
 Calls from several threads take turns, one step each, in order of arrival; `submit` and `abort` never wait for a turn.
 The requests of all threads and open streams share rounds, whichever thread runs the step. An interrupted step (an
-error, Ctrl-C) changes no request: the next step restarts all requests from their tokens. If a tokenizer or grammar
-raises, only its request ends, with RequestFailedError. If a step fails twice with no token in between, one request
-ends, not all: see `specdec.runtime.step_faults`.
+error, Ctrl-C) changes no request: the next step restarts all requests from their tokens. If the tokenizer or grammar of
+one request raises, only this request ends, with RequestFailedError. If a step fails twice with no token in between,
+one request ends and the others continue: `specdec.runtime.step_faults` chooses it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -207,9 +207,9 @@ class Engine:
         """Continue every prompt (text or token ids). Results are in the order of prompts, all samples of each together.
 
         `params`: one for all prompts, or one each; `n` samples give n results. Requests beyond `max_batch_size` wait.
-        All are checked before any runs: ConfigError (empty, ids outside the vocabulary), CapacityError (can never fit).
-        If one fails (RequestFailedError), or the engine is closed (SpecDecError), the other requests of the call end
-        too. `progress`: show a bar on standard error; None: on a terminal, if there are several prompts.
+        All prompts are checked before any runs: ConfigError (empty, ids outside the vocabulary), CapacityError (can
+        never fit). If one fails later (RequestFailedError), or the engine is closed (SpecDecError), all requests of the
+        call end. `progress`: show a bar on standard error; None: on a terminal, if there are several prompts.
         """
         requests = self._make_requests(prompts, params)
         try:
@@ -280,7 +280,7 @@ class Engine:
         return not self.inbox.is_idle
 
     def abort(self, id: int) -> None:
-        """End a request, with the tokens it has, after the current step. An unknown or ended id is no error.
+        """End a request after the current step; it keeps its tokens. An unknown or ended id is no error.
 
         id: `Handle.id`. Raises ConfigError if it is not an integer.
         """
@@ -321,7 +321,7 @@ class Engine:
 
     @property
     def drafts_off(self) -> str:
-        """Why the newest round had no draft; empty if it had one. Unlike `stats`, it does not wait for a step."""
+        """Why the newest round had no draft, or an empty text. Unlike `stats`, it does not wait for a step."""
         if self.drafter is None:
             return "there is no drafter"
         return "" if self.steps.draft_policy is None else self.steps.draft_policy.stats().off
@@ -345,7 +345,7 @@ class Engine:
 
     @contextmanager
     def prompts_only(self) -> Iterator[None]:
-        """Within the block, steps read prompts but launch no rounds: a request gets only its first token."""
+        """Make steps within the block read prompts but launch no rounds: a request gets only its first token."""
         self.scheduler.rounds_held = True
         try:
             yield
@@ -353,8 +353,8 @@ class Engine:
             self.scheduler.rounds_held = False
 
     def clear_prefix_cache(self) -> None:
-        """Drop all cached K/V; K/V that running requests have computed will not be cached either. Call it after changes
-        of the model that an engine cannot notice: docs/troubleshooting.md lists them.
+        """Drop all cached K/V, and do not cache K/V that running requests have computed. Call it after changes of the
+        model that an engine cannot notice: docs/troubleshooting.md lists them.
 
         It also compares every attribute and config of the target's modules with their earlier values, and copies a
         target with hooks or adapters again. Raises UnsupportedModelError if the changed target cannot be served.
@@ -364,8 +364,8 @@ class Engine:
     def close(self) -> None:
         """Free the KV tensors. The engine then refuses work; the model stays usable.
 
-        Unfinished requests are cut off: waiting calls of `generate` and `stream` raise SpecDecError; a handle gets the
-        finish reason "abort" and an `error`.
+        Unfinished requests end: waiting calls of `generate` and `stream` raise SpecDecError; a handle gets the finish
+        reason "abort" and an `error`.
         """
         if not self._cleared:
             self._in_turn(self._close)

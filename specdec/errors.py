@@ -59,7 +59,7 @@ class KVStateError(SpecDecError):
 
 
 class DoubleFreeError(KVStateError):
-    """Freeing or evicting slots that no request holds."""
+    """An attempt to free or evict slots that no request holds."""
 
 
 class LocationError(KVStateError):

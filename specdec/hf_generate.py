@@ -1,7 +1,7 @@
 """`specdec.generate`: a drop-in for `model.generate(...)`, with the drafter as second argument.
 
-It merges generation settings like transformers. It honours every setting that an engine can honour exactly and refuses
-all others by name, wherever they were set, so that nothing is silently ignored. Stop strings are matched by
+It merges generation settings like transformers. It honours every setting that an engine can honour exactly. It refuses
+all others by name, also those of the checkpoint, so that nothing is silently ignored. Stop strings are matched by
 transformers' criterion. The model is not changed, even if the call fails.
 """
 

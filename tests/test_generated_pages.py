@@ -3,12 +3,15 @@ what they print. A new tool without an entry in RUNS or ELSEWHERE fails."""
 
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import specdec
+from specdec.serving.http_options import HttpOptions
+from specdec.serving.tools.reasoning_formats import REASONING
 
 from marks import deep
 from package_files import module_of
@@ -115,6 +118,13 @@ def test_pages_have_the_types_of_a_round_that_the_tool_counts() -> None:
     assert set(re.findall(r"`([A-Z]\w+)`", listed)) == met
     [text] = [path.read_text("utf-8") for path in (docs / "decisions").glob("0047-*")]
     assert f"prints `{len(met)} types` now" in text and f"| {len(met)} |" in text
+
+
+def test_the_help_of_the_reasoning_parser_names_every_format() -> None:
+    """It lacked mistral."""
+    [parser] = [each for each in fields(HttpOptions) if each.name == "reasoning_parser"]
+    _, settings = parser.metadata["option"]
+    assert all(name in settings["help"] for name in ("none", *REASONING))
 
 
 @pytest.mark.parametrize("name", [deep(name) for name in RUNS])

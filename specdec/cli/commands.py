@@ -67,7 +67,7 @@ class PhaseOptions:
         "How a shape's layers are stored: bf16, int4-g32, int4-g128, fp8, or mxfp4 (experts); default: in the dtype.",
         metavar="FORM",
     )
-    phases: bool = phase_option(False, "Time rounds of the target on its prompts.", "--phases")
+    phases: bool = phase_option(False, "Time rounds of --target and --drafter on the prompts of --data.", "--phases")
     batches: str = phase_option("1,8,32", "Batch sizes to time.")
     contexts: str = phase_option("1k", "Context lengths to time, in tokens; 1k is 1024.")
     rounds: int = phase_option(50, "Timed rounds of each batch size, context and draft.", min=2)
@@ -78,7 +78,7 @@ class PhaseOptions:
     )
     suppose_acceptance: str | None = phase_option(
         None,
-        "Acceptance lengths for which tokens/s are computed from the measured rounds (synthetic: nothing is forced). "
+        "Acceptance lengths for which tokens/s are computed from the measured rounds: an assumption, not measured. "
         "Default: 2,3 for random weights, else none.",
     )
     layers: int | None = phase_option(None, "Number of the shape's layers to keep; the report says so.")
@@ -143,10 +143,10 @@ class EvalOptions(SamplingNumbers, PairOptions):
     compare: bool | None = option(
         None, "Also decode without the drafter; default: for all tasks but gsm8k.", "--compare/--no-compare"
     )
-    shots: int | None = option(None, "Worked examples of gsm8k; default: 0 with a chat template, else 8.")
+    shots: int | None = option(None, "Worked examples before a gsm8k problem; default: 0 with a chat template, else 8.")
     instruction: str = option("", "A line after every question.")
     max_new_tokens: int = option(512, "Maximum number of tokens to generate.")
-    seed: int | None = option(0, "Together with a problem's number, gives its seed.")
+    seed: int | None = option(0, "Seed of the run, from which each problem gets its own.")
     batch_size: int | None = option(None, "Prompts at a time; default: 8 for gsm8k, else 1.", min=1)
     transcripts: Path | None = option(None, "Folder for finished problems; the same command resumes from it.")
     json_file: JsonFile = None
@@ -187,8 +187,8 @@ class ServeOptions(HttpOptions, PairOptions):
     config: Path | None = option(
         None, "YAML or TOML file with any of these options.", is_eager=True, callback=read_config, metavar="FILE"
     )
-    api_key_file: Path | None = client_option(None, "File of more keys: a name and a key per line; # begins a comment.")
-    timeout_intake: float = http_option(30.0, "Seconds to read a prompt or compile a grammar.")
+    api_key_file: Path | None = client_option(None, "File of keys: a name and a key per line; # begins a comment.")
+    timeout_intake: float = http_option(30.0, "Seconds to tokenise a prompt or compile a grammar.")
     log_format: Literal["text", "json"] = operation_option("text", "Format of the log.")
     otlp_traces_endpoint: str | None = operation_option(None, "Endpoint for OpenTelemetry traces (OTLP over HTTP).")
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 is all of IPv4.")
@@ -197,12 +197,14 @@ class ServeOptions(HttpOptions, PairOptions):
     api_key: list[str] = option([], "Accepted bearer token; may be repeated. Also SPECDEC_API_KEY.")
     batch_size: int = option(8, "Requests that run at a time.", min=1)
     max_waiting: int = option(256, "Requests that may wait; more are refused with 429.", min=0)
-    max_model_len: int | None = option(None, "Longest prompt and output in tokens; default: the model's own.", min=1)
+    max_model_len: int | None = option(
+        None, "Longest prompt and output in tokens; default: the model's own, or less if memory is short.", min=1
+    )
     max_prefill_tokens: int | None = option(
         None, "Prompt tokens per step; fewer: steadier streams. Default: by measured times.", min=1
     )
     page_size: int = option(1, "K/V slots per page.", min=1)
-    deterministic: bool = option(False, "The same bits for any batch and any drafts.", "--deterministic")
+    deterministic: bool = option(False, "Logits with the same bits in any batch, with any drafts.", "--deterministic")
     chat_template: Path | None = option(
         None, "Jinja file of a chat template, in place of the tokenizer's.", exists=True, dir_okay=False
     )
@@ -258,7 +260,7 @@ class ListOptions(PairOptions):
     With --memory: the memory of a pair, whose weights are not needed.
     """
 
-    memory: bool = option(False, "K/V by cache group and weights of the pair, from its config.json alone.", "--memory")
+    memory: bool = option(False, "Print the memory of K/V and weights, from config.json alone.", "--memory")
     batch_size: int = option(8, "Requests at a time.", min=1)
     max_model_len: int | None = option(None, "Longest prompt and output in tokens; default: the model's own.", min=1)
     page_size: int = option(1, "K/V slots per page.", min=1)

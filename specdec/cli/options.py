@@ -52,7 +52,7 @@ class PairOptions:
         "'auto': the MTP modules of the target's checkpoint, else its published drafter if it is on disk, else suffix.",
     )
     num_steps: int | None = option(
-        None, "Levels of the draft (tokens of a chain); default: 4, for MTP modules what they publish.", min=1
+        None, "Levels of the draft (drafted tokens of a chain); default: 4; MTP modules: 3, or one per module.", min=1
     )
     draft_topk: int = option(1, "Branches per node of the draft tree; 1: a chain.", min=1)
     num_draft_tokens: int | None = option(
@@ -60,7 +60,7 @@ class PairOptions:
     )
     adaptive: bool = option(
         True,
-        "Choose each round's draft (or none) by its expected speed; or always use the same draft.",
+        "Choose each round's draft (or none) by its expected speed, or use the same draft in every round.",
         "--adaptive/--fixed-drafts",
     )
     finished_tokens: int = option(
@@ -84,7 +84,7 @@ class PairOptions:
     )
     memory_share: float | None = loading_option(
         None,
-        "Share of the memory left by the weights that K/V pools may take; default: 0.8 on a GPU, 0.25 on the CPU.",
+        "Share for K/V pools of the memory that the weights leave; default: 0.8 on a GPU, 0.25 on the CPU.",
     )
     prefix_cache: bool = loading_option(True, "Share K/V of common prefixes.", "--prefix-cache/--no-prefix-cache")
     log_level: Literal["debug", "info", "warning", "error"] | None = loading_option(

@@ -42,7 +42,8 @@ bound too."""
 class PoolStats(NamedTuple):
     """KV slots, summed over pools.
 
-    held: by requests, now. peak: the most ever held in each pool. cached: by the prefix cache alone. capacity: all.
+    held: slots of requests, now. peak: the most of each pool ever. cached: slots of the prefix cache alone. capacity:
+    all slots.
     """
 
     held: int
@@ -88,7 +89,7 @@ NO_DRAFT_STATS = DraftStats()
 
 @dataclass(slots=True)
 class EngineStats(RequestStats):
-    """`RequestStats` summed over all requests that ended by themselves, and the present state of the engine.
+    """`RequestStats` summed over finished requests (not aborted ones), and the present state of the engine.
 
     finished, aborted: requests that ended; failed ones count as aborted.
     waiting, running: requests that have not ended.

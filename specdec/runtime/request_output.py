@@ -1,8 +1,8 @@
 """What a user gets of a request: its output, the deltas of a stream, and its figures; and how figures are counted.
 
 A request's figures are those that it had when it got its row, plus the sums of its row since then. `RowTotals` keeps
-the sums and adds a settled round for all rows at once. Settled rounds make new sums and change none, so a request has
-the figures of a round from the moment it has the round's tokens.
+the sums and adds a settled round for all rows at once. Settling a round makes new sums and leaves the old ones as they
+are, so a request has the figures of a round as soon as it has the round's tokens.
 """
 
 import copy
@@ -30,7 +30,7 @@ class RequestStats:
 
     drafted_rounds: rounds with drafts.
     drafted_round_tokens: tokens emitted in rounds with drafts, the bonus included.
-    draft_tokens, draft_nodes: depths of drafts, summed; nodes verified, without roots.
+        draft_tokens: sum of the depths of drafts. draft_nodes: verified nodes, without roots.
     drafted_counts: at i, rounds with drafts at least i + 1 deep.
     accepted_counts: at i, rounds of these that emitted draft i + 1. A round that ends the output counts only as deep as
         it emitted.
@@ -171,7 +171,7 @@ class GenerationOutput:
     special tokens removed and ends before a stop string.
     finish_reason: "stop" (an end token or string), "length" (max_new_tokens), "abort" (the caller aborted it, the
     engine was closed, or its grammar allows no next token).
-    drafted: per token, whether it came out of an accepted draft.
+    drafted: for each token, whether it was an accepted draft.
     prompt_logprobs: of each prompt token, if the request asks for them; None for the first, and for tokens that an
     aborted request has not read.
     """

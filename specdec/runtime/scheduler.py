@@ -7,8 +7,8 @@
 A request's rank is its priority number, then its arrival. Requests are admitted and prompts are read in order of rank,
 the lowest first. If a page is needed and none is free, windows give up their slack pages; if that frees none, the
 running request with the highest rank is preempted. So the request with the lowest rank always advances. A request that
-would not fit the empty pools is refused at `submit`, so preemption always ends. A waiting request gains one priority
-level each time OVERTAKEN_PER_LEVEL later requests were admitted before it.
+would not fit the empty pools is refused at `submit`, so preemption always ends. While a request waits, its priority
+number falls by one each time OVERTAKEN_PER_LEVEL later requests were admitted before it.
 """
 
 from bisect import bisect, insort
@@ -27,7 +27,7 @@ from specdec.runtime.prompts.prompt_budget import PromptGap, UnreadPrompt, share
 from specdec.runtime.request import Request, RequestState, restricted, table_rows
 
 OVERTAKEN_PER_LEVEL = 64
-"""A waiting request gains one priority level for this many later requests that were admitted before it."""
+"""Later requests that are admitted before a waiting request until its priority number falls by one."""
 
 MAX_BATCHES = 3
 """Number of batches kept: one of all running requests, one of those that decode, one of those in the next round."""

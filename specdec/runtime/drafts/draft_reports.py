@@ -1,5 +1,5 @@
-"""Reports of how drafts did. In words: one sentence for the log, benchmarks, command line and examples. As counts: for
-statistics, metrics and the doctor, and under the names of vLLM for its clients and benchmarks.
+"""Reports on drafts: as one sentence, for the log, benchmarks, command line and examples; as counts, for statistics,
+metrics and the doctor; and as counts under vLLM's names, for clients and benchmarks that read those.
 
 vLLM's counts skip rounds without drafts. A tree counts by its depth, not by its nodes.
 """
@@ -23,10 +23,10 @@ class DraftStats(NamedTuple):
     shapes: each draft (levels, branches, nodes with the root, does a lookup draft); the first is no draft.
     rounds: rounds with each draft.
     tried: trials among these rounds.
-    milliseconds: round time with each, by batch size, measured or guessed.
-    chance: by depth, acceptance of a chain's draft after an accepted one.
+        milliseconds: by batch size, milliseconds of a round with each draft, measured or guessed.
+        chance: by depth, how often a chain's draft is accepted if the previous one was.
     last: the newest choice: rows, expected tokens and milliseconds of each draft.
-    best: the best draft.
+    best: index of the best draft.
     judged: settled drafts.
     begun: settled drafts with an accepted token.
     """

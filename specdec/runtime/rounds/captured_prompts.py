@@ -1,8 +1,8 @@
 """Captured forwards over packed prompts, padded to a few numbers of tokens.
 
-Launching a forward kernel by kernel takes the host as long as the device needs for a thousand tokens (40 ms for 42
-layers on an H200), whatever its length, and twice as long on a shared host. So an eager forward over a short prompt is
-bound by the host, and all decoding requests wait for it. The draw and the drafter's observation after the forward are
+To launch a forward kernel by kernel, however short, the host needs as long as an H200 needs to compute a thousand
+tokens (40 ms for 42 layers), and twice as long on a shared host. So an eager forward over a short prompt is bound by
+the host, and all decoding requests wait for it. The draw and the drafter's observation after the forward are
 small and run eagerly.
 
 A shape is a number of places and a choice of final states. Prefixes, and the division of places among requests, are
