@@ -144,7 +144,8 @@ class Engine:
         self._turns = Turns()
         self._interrupted = False  # a turn began but did not end
         self._cleared = False  # `close` has finished
-        warm_up(self.steps)
+        with self.cache.ranks.turn:
+            warm_up(self.steps)
 
     @classmethod
     def from_pretrained(
@@ -414,14 +415,15 @@ class Engine:
             self._faults.step_ended()
 
     def _run_transaction(self, work: Callable[[], T]) -> T:
-        if self._interrupted:
-            self.inbox.restart()
-        self._interrupted = True
-        self.inbox.process()
-        result = work()
-        self.inbox.process()
-        self._interrupted = False
-        return result
+        with self.cache.ranks.turn:  # other engines may share the target
+            if self._interrupted:
+                self.inbox.restart()
+            self._interrupted = True
+            self.inbox.process()
+            result = work()
+            self.inbox.process()
+            self._interrupted = False
+            return result
 
     def _advance(self, request: Request) -> None:
         """Run one step, unless the request has ended."""

@@ -85,9 +85,10 @@ def on_ranks(run: Run, ranks: Ranks) -> Run:
     def divided(tokens: torch.Tensor, positions: torch.Tensor, context: Any) -> torch.Tensor:
         shares = context.divide(ranks.devices)
         shares[0].other_ranks = shares[1:]
-        ranks.begin()
-        states = run(tokens.to(ranks.devices[0]), positions.to(ranks.devices[0]), shares[0])
-        context.unite(shares)
+        with ranks.turn:
+            ranks.begin()
+            states = run(tokens.to(ranks.devices[0]), positions.to(ranks.devices[0]), shares[0])
+            context.unite(shares)
         return states.to(tokens.device)
 
     return divided
