@@ -197,6 +197,24 @@ def test_gpus_that_are_not_there_or_apart_are_refused(
         make_ranks(torch.device("cuda", 0), 2)
 
 
+def test_what_cannot_be_shared_is_refused_before_a_model_runs_and_missing_gpus_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A large model ran in host memory for minutes first."""
+    config = EngineConfig(fused=True, tensor_parallel=2, device="cpu")
+    monkeypatch.setattr(TargetModel, "_probe", lambda target: pytest.fail("the model ran"))
+    with pytest.raises(SpecDecError, match="has 3 experts, which 2 devices cannot"):
+        Engine.from_pretrained(build_target("qwen3_moe", **WIDE, num_experts=3), config=config)
+
+    def refuse(device: torch.device, count: int) -> Ranks:
+        raise ConfigError(f"{count} of {device}")
+
+    monkeypatch.setattr(specdec.engine, "make_ranks", refuse)
+    monkeypatch.setattr(specdec.engine, "load_target", lambda *args, **options: pytest.fail("the model was read"))
+    with pytest.raises(ConfigError, match="2 of cpu"):
+        Engine.from_pretrained("tiny-gemma4", config=config)
+
+
 # the exchange
 
 
