@@ -160,8 +160,8 @@ class Weights:
             updated = self.watch.counts_updates() and self.updates() != self._split_at
             if updated or self._stale or moved:
                 raise UnsupportedModelError(
-                    f"the weights of {self.name} changed after they were split over several devices, which have "
-                    "copies; make a new engine"
+                    f"weights, modules or hooks of {self.name} changed after they were split over several devices, "
+                    "which have copies; make a new engine"
                 )
         if self._stale and self._copy_again is not None:
             new = self._copy_again()
