@@ -144,7 +144,8 @@ class Engine:
         self._turns = Turns()
         self._interrupted = False  # a turn began but did not end
         self._cleared = False  # `close` has finished
-        warm_up(self.steps)
+        with self.cache.ranks.turn:
+            warm_up(self.steps)
 
     @classmethod
     def from_pretrained(
@@ -179,12 +180,14 @@ class Engine:
         require_options_used(drafter, drafter_options)
         arguments.require_loading_arguments(target_options, LOADED_WITH)
         shared_out = config.tensor_parallel > 1
+        loaded_here = isinstance(target, (str, PathLike))
+        ranks = make_ranks(pick_device(config.device), config.tensor_parallel) if shared_out and loaded_here else None
         model = load_target(
             target, dtype=config.dtype, device=config.device, options=target_options, on_host=shared_out
         )
-        loaded_here = isinstance(target, (str, PathLike))
-        device = pick_device(config.device) if shared_out and loaded_here else model.device
-        ranks = make_ranks(device, config.tensor_parallel) if shared_out else None
+        if shared_out and ranks is None:
+            ranks = make_ranks(model.device, config.tensor_parallel)
+        device = model.device if ranks is None else ranks.devices[0]
         tokenizer = pick_tokenizer(tokenizer, target, target_options)
         shared = {name: value for name, value in target_options.items() if name in SHARED_OPTIONS}
         ops = choose_operations(config.fused, config.attention, device, model.dtype)
@@ -414,14 +417,15 @@ class Engine:
             self._faults.step_ended()
 
     def _run_transaction(self, work: Callable[[], T]) -> T:
-        if self._interrupted:
-            self.inbox.restart()
-        self._interrupted = True
-        self.inbox.process()
-        result = work()
-        self.inbox.process()
-        self._interrupted = False
-        return result
+        with self.cache.ranks.turn:  # other engines may share the target
+            if self._interrupted:
+                self.inbox.restart()
+            self._interrupted = True
+            self.inbox.process()
+            result = work()
+            self.inbox.process()
+            self._interrupted = False
+            return result
 
     def _advance(self, request: Request) -> None:
         """Run one step, unless the request has ended."""

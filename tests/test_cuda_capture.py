@@ -1,6 +1,8 @@
 """Bytes of captures per device, like the budget, including libraries' memory outside torch; and capture streams."""
 
 import gc
+import threading
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +25,8 @@ class TwoDevices:
         self.current = self.handles = self.streams = 0
         self.segments: list[dict[str, Any]] = [{"total_size": 1 << 20, "segment_pool_id": (0, 0)}]
         self.outside_allocator = [0, 0]
+        self.replayed: list[tuple[int, int]] = []
+        self.while_replayed: Callable[[], None] = lambda: None
         world = self
 
         class Graph:
@@ -40,7 +44,8 @@ class TwoDevices:
                 world.outside_allocator[world.current] += (7, 40)[world.current]
 
             def replay(self) -> None:
-                pass
+                world.replayed.append((threading.get_ident(), world.current))
+                world.while_replayed()
 
         @contextmanager
         def on(device: torch.device) -> Any:
@@ -181,3 +186,21 @@ def test_the_budget_is_what_the_fullest_device_can_give(monkeypatch):
     assert default_budget(DEVICES[0]) == 75
     assert default_budget(*DEVICES) == 45
     assert default_budget(torch.device("cpu")) is None
+
+
+def test_threads_launch_graphs_in_one_order_on_all_devices(monkeypatch):
+    """Graphs of two engines on the same devices waited for each other for ever if their launches were interleaved."""
+    world = TwoDevices(monkeypatch)
+    (first, _), (second, _) = (CudaCapture(*DEVICES)(program) for _ in range(2))
+    other = threading.Thread(target=second)
+
+    def start_other() -> None:
+        world.while_replayed = lambda: None
+        other.start()
+        other.join(timeout=0.1)
+
+    world.while_replayed = start_other
+    first()
+    other.join()
+    here, there = threading.get_ident(), world.replayed[-1][0]
+    assert [thread for thread, _ in world.replayed] == [here, here, there, there]

@@ -198,8 +198,22 @@ def test_weights_that_change_after_they_were_split_are_refused(read: bool, tmp_p
         model: Any = engine.target.model
         with torch.no_grad():
             model.model.layers[0].mlp.down_proj.weight.mul_(2)
-        with pytest.raises(UnsupportedModelError, match="changed after they were split"):
+        with pytest.raises(UnsupportedModelError, match="weights, modules or hooks of "):
             engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2))
+
+
+def test_an_engine_on_one_device_may_merge_weights_that_others_have_split():
+    """It moves them in memory, and they keep their values. A later change is refused as before."""
+    model, params = build_target("llama", **NARROW), SamplingParams(max_new_tokens=2)
+    with loaded(model, 2) as split, loaded(model, 1) as whole:
+        mlp: Any = model.model.layers[0].mlp
+        assert is_merged([mlp.gate_proj.weight, mlp.up_proj.weight])
+        [expected], [found] = (engine.generate([[1, 2, 3]], params) for engine in (whole, split))
+        assert found.token_ids == expected.token_ids
+        mlp.gate_proj.weight.data = torch.zeros_like(mlp.gate_proj.weight)
+        whole.generate([[1, 2, 3]], params)  # merges them again
+        with pytest.raises(UnsupportedModelError, match="changed after they were split"):
+            split.generate([[1, 2, 3]], params)
 
 
 @pytest.mark.usefixtures("shallow_pair", "bundled_once")

@@ -6,6 +6,7 @@ Triton's interpreter. What two GPUs do is for `python -m bench two-gpus`.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from split_engines import (
 )
 
 import specdec.engine
+import specdec.gpu.ranks
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import ConfigError, DeviceLostError, SpecDecError
 from specdec.gpu import exchange_kernels
@@ -195,6 +197,24 @@ def test_gpus_that_are_not_there_or_apart_are_refused(
         make_ranks(torch.device("cuda", 0), 2)
 
 
+def test_what_cannot_be_shared_is_refused_before_a_model_runs_and_missing_gpus_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A large model ran in host memory for minutes first."""
+    config = EngineConfig(fused=True, tensor_parallel=2, device="cpu")
+    monkeypatch.setattr(TargetModel, "_probe", lambda target: pytest.fail("the model ran"))
+    with pytest.raises(SpecDecError, match="has 3 experts, which 2 devices cannot"):
+        Engine.from_pretrained(build_target("qwen3_moe", **WIDE, num_experts=3), config=config)
+
+    def refuse(device: torch.device, count: int) -> Ranks:
+        raise ConfigError(f"{count} of {device}")
+
+    monkeypatch.setattr(specdec.engine, "make_ranks", refuse)
+    monkeypatch.setattr(specdec.engine, "load_target", lambda *args, **options: pytest.fail("the model was read"))
+    with pytest.raises(ConfigError, match="2 of cpu"):
+        Engine.from_pretrained("tiny-gemma4", config=config)
+
+
 # the exchange
 
 
@@ -221,6 +241,25 @@ def test_a_gather_is_in_the_order_of_ranks_and_sends_are_copies(tagged: int, mon
             assert [len(whole) for whole in ranks.gather([torch.zeros(2, 0, 3)] * 2)] == [4, 4], "of no rows"
             ranks.end()
         ranks.check()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("tagged", [0, TAGGED], ids=["flags", "tagged"])
+def test_a_forward_may_have_more_exchanges_than_a_round_has_steps(tagged: int, monkeypatch: pytest.MonkeyPatch):
+    """A prompt of 65,536 tokens in one chunk has that many in 80 layers: it ended in an AssertionError."""
+    monkeypatch.setattr(exchange_kernels, "TAGGED", tagged)
+    monkeypatch.setattr(specdec.gpu.ranks, "STEPS", 8)
+    ranks = PeerRanks(CPUS)
+    ranks.reserve(8)
+    ranks.max_polls = 3
+    for _ in range(2):
+        ranks.begin()
+        ranks.send(())
+        for number in range(20):
+            for whole in ranks.gather([torch.full((1, 2), 10.0 * rank + number) for rank in range(2)]):
+                assert whole.tolist() == [[number] * 2, [10.0 + number] * 2]
+        ranks.end()
+    ranks.check()
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -330,3 +369,25 @@ def test_a_rank_that_stops_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPat
             engine.generate([[1, 2, 3, 4]], SamplingParams(max_new_tokens=3))
         with pytest.raises(DeviceLostError):  # it cannot go on
             engine.generate([[5]], SamplingParams(max_new_tokens=1))
+
+
+def test_engines_in_threads_take_turns_on_the_ranks_that_they_share(monkeypatch: pytest.MonkeyPatch):
+    """The steps of both were counted as those of one forward, on which each rank waited for another's numbers."""
+    made, params = use_peers(monkeypatch), SamplingParams(max_new_tokens=2, ignore_eos=True)
+    with engine_of(new_target("llama", num_hidden_layers=1), 2) as first, engine_of(first.target, 2) as second:
+        [ranks], calls = made, list[int]()
+        [alone] = first.generate([1, 2, 3], params)
+        other = Thread(target=lambda: calls.extend(second.generate([1, 2, 3], params)[0].token_ids))
+        begin = ranks.begin
+
+        def begin_while_the_other_asks() -> None:
+            monkeypatch.setattr(ranks, "begin", begin)
+            other.start()
+            other.join(timeout=0.2)
+            assert calls == []
+            begin()
+
+        monkeypatch.setattr(ranks, "begin", begin_while_the_other_asks)
+        [out] = first.generate([1, 2, 3], params)
+        other.join()
+        assert out.token_ids == calls == alone.token_ids

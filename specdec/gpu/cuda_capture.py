@@ -6,11 +6,12 @@ device counts against the budget.
 """
 
 import gc
+import threading
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,10 @@ from specdec.gpu.captures import CaptureMemory, Program, Replay
 _idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 """Streams of past captures, for reuse. cuBLAS keeps a workspace (32 MiB on an H100) per stream that it ever ran on,
 until the process ends, so a new stream per engine would leak memory."""
+
+_REPLAYING = threading.RLock()
+"""Held while graphs of several devices are launched. If two threads launched theirs in another order on each device,
+each of the first graphs would wait for one that is queued after the other."""
 
 
 class GraphPool(NamedTuple):
@@ -120,9 +125,10 @@ class CudaCapture(CaptureMemory):
             each.end(graph, before)
 
         def replay() -> None:
-            for each, (graph, _) in zip(self._each, begun, strict=True):
-                with torch.cuda.device(each.device):
-                    graph.replay()
+            with nullcontext() if len(begun) == 1 else _REPLAYING:
+                for each, (graph, _) in zip(self._each, begun, strict=True):
+                    with torch.cuda.device(each.device):
+                        graph.replay()
 
         return replay, out
 

@@ -39,7 +39,8 @@ TAGGED_NUMBERS = 256
 """Numbers per program (one warp) of a tagged exchange."""
 
 STEPS = 4096
-"""More than the exchanges of one round, so no target uses the last step and none equals EMPTY."""
+"""More than the exchanges of one round, so no target uses the last step and none equals EMPTY. Even, so that a round
+which follows within a forward continues with the same half of the buffers."""
 
 EMPTY = -1
 """A word that was read, or never written."""

@@ -6,6 +6,7 @@ that a kernel waits for was launched before it. In a capture, the graphs of all 
 all ranks hold the same bits.
 """
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -47,6 +48,11 @@ class Ranks:
 
     def __len__(self) -> int:
         return len(self.devices)
+
+    @property
+    def turn(self) -> AbstractContextManager[object]:
+        """Within the block no other thread that enters such a block launches on these ranks."""
+        return nullcontext()
 
     def on(self, rank: int) -> AbstractContextManager[object]:
         """Launches within the block run on this rank."""
@@ -128,10 +134,15 @@ class PeerRanks(Ranks):
         self._host_error = [torch.zeros(1, device="cpu", pin_memory=pinned, **ints) for _ in devices]
         self._errors = [error.numpy() for error in self._host_error]
         self._flag_table = self._addresses(self._flags)
+        self._lock = threading.RLock()  # the step and the order of launches are those of one engine at a time
         self._step = 0
         self._held: list[Any] = []  # values whose tensors peers may still read
         self.max_polls = MAX_POLLS
         self.reserve(0)
+
+    @property
+    def turn(self) -> AbstractContextManager[object]:
+        return self._lock
 
     def on(self, rank: int) -> AbstractContextManager[object]:
         device = self.devices[rank]
@@ -191,6 +202,8 @@ class PeerRanks(Ranks):
     def _exchange(self, parts: Sequence[torch.Tensor], owners: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Every rank pushes its part, or the parts of the whole that it owns, and waits for the others -> the whole,
         flat, on each."""
+        if self._step == STEPS - 2:  # a forward of very many rows continues in another round
+            self.begin()
         num_whole = parts[0].numel() * (len(self) if owners[0] is None else 1)
         assert num_whole <= self.room, f"{num_whole=} {self.room=}"
         first = self._step % 2 * self.room

@@ -16,7 +16,7 @@ from torch import nn
 from specdec.errors import ConfigError
 from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import MAX_ROWS, Ranks
-from specdec.layers.description.decoder_parts import Unfusable
+from specdec.layers.description.decoder_parts import DecoderParts, Unfusable
 from specdec.layers.fuse import FusedLinear, describe_decoder, fuse_embedding, fuse_linear
 from specdec.layers.packed.packed_modules import weight_of
 from specdec.layers.split.layer_shares import PAIR, most_exchanged, require_shares
@@ -25,12 +25,8 @@ from specdec.models.probe import ProbeResult, Run
 from specdec.modules.private_copy import private_copy
 
 
-def share_among(
-    name: str, decoder: nn.Module, head: nn.Module, ops: Operations | None, ranks: Ranks
-) -> tuple[SplitDecoder, nn.Module]:
-    """Divide a text model and its head among ranks. The given modules may be on any device and are not changed.
-
-    Raises ConfigError or UnsupportedModelError if it cannot be divided."""
+def describe_divisible(name: str, decoder: nn.Module, ops: Operations | None, ranks: Ranks) -> DecoderParts:
+    """Describe a text model for `share_among`. Raises ConfigError or UnsupportedModelError if it cannot be divided."""
     try:
         if ops is None:
             raise Unfusable("it was made without operations for fused layers")
@@ -41,6 +37,14 @@ def share_among(
             "has them (on a CPU with fused=True), or tensor_parallel=1"
         ) from reason
     require_shares(name, parts, len(ranks))
+    return parts
+
+
+def share_among(
+    parts: DecoderParts, decoder: nn.Module, head: nn.Module, ops: Operations, ranks: Ranks
+) -> tuple[SplitDecoder, nn.Module]:
+    """Divide a text model, described as `parts`, and its head among ranks. The given modules may be on any device and
+    are not changed."""
     needed = MAX_ROWS * most_exchanged(parts, len(ranks))
     if ranks.room < needed:  # captures hold addresses of earlier reservations
         ranks.reserve(needed)
@@ -85,9 +89,10 @@ def on_ranks(run: Run, ranks: Ranks) -> Run:
     def divided(tokens: torch.Tensor, positions: torch.Tensor, context: Any) -> torch.Tensor:
         shares = context.divide(ranks.devices)
         shares[0].other_ranks = shares[1:]
-        ranks.begin()
-        states = run(tokens.to(ranks.devices[0]), positions.to(ranks.devices[0]), shares[0])
-        context.unite(shares)
+        with ranks.turn:
+            ranks.begin()
+            states = run(tokens.to(ranks.devices[0]), positions.to(ranks.devices[0]), shares[0])
+            context.unite(shares)
         return states.to(tokens.device)
 
     return divided

@@ -23,7 +23,7 @@ from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layer_context import EarlyExit, Narrowing
 from specdec.kvcache.layout import KVLayout
 from specdec.layers.decoder import FusedDecoder
-from specdec.layers.description.decoder_parts import Unfusable
+from specdec.layers.description.decoder_parts import DecoderParts, Unfusable
 from specdec.layers.description.merge import held_storages
 from specdec.layers.fuse import fuse, fuse_linear
 from specdec.models.batch_invariance import VectorwiseMode, rowwise
@@ -40,7 +40,7 @@ from specdec.models.probe import (
     refusing,
     require_finite,
 )
-from specdec.models.shared_weights import difference_on_ranks, on_ranks, share_among
+from specdec.models.shared_weights import describe_divisible, difference_on_ranks, on_ranks, share_among
 from specdec.modules.private_copy import private_copy
 from specdec.modules.transformers_names import layers_of
 from specdec.modules.weight_watch import Weights
@@ -85,6 +85,9 @@ class TargetModel(DescribedModel):
         self.ops = ops = rowwise(ops) if deterministic else ops
         self.ranks = ranks
         self.placeholders = Placeholders()
+        if ranks is not None:  # before the probe, which may take minutes in host memory
+            with refusing(self.name, "its layers cannot be shared"):
+                parts = describe_divisible(self.name, self.decoder, ops, ranks)
         proof = self._probe()
         self.windows: Sequence[int | None] = tuple(spec.window for spec in self.layout.layers)
         self.last_storing_layer = max(spec.owner for spec in self.layout.layers)
@@ -92,7 +95,7 @@ class TargetModel(DescribedModel):
         self.unfused: str | None = "it was made without operations for fused layers"
         whole = self.decoder, self.head
         if ranks is not None:
-            self._share(ops, proof, ranks)
+            self._share(parts, proof, ranks)
             self.unfused = None
         elif ops is not None:
             self.unfused = self._fuse(ops, proof)
@@ -309,11 +312,12 @@ class TargetModel(DescribedModel):
         del held
         return reason
 
-    def _share(self, ops: Operations | None, proof: ProbeResult, ranks: Ranks) -> None:
+    def _share(self, parts: DecoderParts, proof: ProbeResult, ranks: Ranks) -> None:
         """Place shares of the decoder and the head on ranks, and check them. Raises like the class."""
         decoder, head = self.decoder, self.head
+        assert self.ops is not None, "a described decoder has operations"
         with refusing(self.name, "its shared layers do not run"), torch.inference_mode():
-            self.decoder, self.head = share_among(self.name, decoder, head, ops, ranks)
+            self.decoder, self.head = share_among(parts, decoder, head, self.ops, ranks)
             self.embed = self.decoder.get_input_embeddings()
             with torch.autocast(self.device.type, enabled=False):
                 what = difference_on_ranks(proof, self.run, ranks, self.head, head)

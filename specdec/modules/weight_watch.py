@@ -7,8 +7,9 @@ finalizer only queues the request while `weights_lock_held`; the engine releases
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from itertools import chain
 from operator import attrgetter, is_
@@ -127,6 +128,8 @@ class Weights:
         self.watch = StorageWatch(*modules)
         self._placement, self._sizes = self._where(), self._shapes()
         self._split_at = self.updates() if split else None
+        if split:
+            _split_weights.add(self)
 
     def generation(self) -> int:
         """A number that is incremented if weights have moved or modules were copied again. Raises UnsupportedModelError
@@ -157,8 +160,8 @@ class Weights:
             updated = self.watch.counts_updates() and self.updates() != self._split_at
             if updated or self._stale or moved:
                 raise UnsupportedModelError(
-                    f"the weights of {self.name} changed after they were split over several devices, which have "
-                    "copies; make a new engine"
+                    f"weights, modules or hooks of {self.name} changed after they were split over several devices, "
+                    "which have copies; make a new engine"
                 )
         if self._stale and self._copy_again is not None:
             new = self._copy_again()
@@ -195,6 +198,24 @@ class Weights:
 
     def _where(self) -> set[tuple[torch.dtype, torch.device]]:
         return {(param.dtype, param.device) for module in self._modules for param in module.parameters()}
+
+
+_split_weights: weakref.WeakSet[Weights] = weakref.WeakSet()
+
+
+@contextmanager
+def moving_split_weights() -> Iterator[None]:
+    """Within the block weights may move in memory but keep their values, so the copies that ranks have stay valid."""
+    with ExitStack() as locks:
+        split = list(_split_weights)
+        for weights in split:
+            locks.enter_context(holding(weights._lock))
+        unmoved = [weights.watch for weights in split if not weights.watch.moved()]
+        try:
+            yield
+        finally:
+            for watch in unmoved:
+                watch.note()
 
 
 def _shown(placement: set[tuple[torch.dtype, torch.device]]) -> str:

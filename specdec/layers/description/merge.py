@@ -20,7 +20,7 @@ from specdec.layers.description.decoder_parts import Unfusable
 from specdec.layers.packed.packed_modules import weight_of
 from specdec.layers.packed.packed_weight import PackedWeight, Weight, join_weights
 from specdec.layers.packed.weight_slices import StackedWeights
-from specdec.modules.weight_watch import holding
+from specdec.modules.weight_watch import holding, moving_split_weights
 
 _LOCK = threading.Lock()
 """Held while weights are merged: models are shared by the engines of a process."""
@@ -30,7 +30,7 @@ _LOCK = threading.Lock()
 def merging() -> Iterator[None]:
     """Within the block, which one thread at a time enters, weights may be merged."""
     # in inference mode a parameter's data cannot be replaced
-    with holding(_LOCK), torch.inference_mode(False), torch.no_grad():
+    with holding(_LOCK), moving_split_weights(), torch.inference_mode(False), torch.no_grad():
         yield
 
 

@@ -190,11 +190,12 @@ class SplitHead(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply: x [..., K] -> [..., N]."""
-        self.ranks.begin()
-        logits = []
-        for rank, sent in enumerate(self.ranks.send(x.reshape(-1, x.shape[-1]))):
-            with self.ranks.on(rank):
-                weight, bias = self.shares[rank]
-                logits.append(self.ops(finish)(self.ops(linear)(sent, weight, bias, self.split_k)))
-        whole = self.ranks.collect(logits).transpose(0, 1)  # [M, R, N / R]
+        with self.ranks.turn:
+            self.ranks.begin()
+            logits = []
+            for rank, sent in enumerate(self.ranks.send(x.reshape(-1, x.shape[-1]))):
+                with self.ranks.on(rank):
+                    weight, bias = self.shares[rank]
+                    logits.append(self.ops(finish)(self.ops(linear)(sent, weight, bias, self.split_k)))
+            whole = self.ranks.collect(logits).transpose(0, 1)  # [M, R, N / R]
         return whole.reshape(*x.shape[:-1], -1)
