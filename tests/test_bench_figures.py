@@ -27,7 +27,7 @@ ROWS = {
     "humaneval": [{"task_id": "HumanEval/0", "prompt": "a", "test": "x"}],
     "spec-bench": [{"category": "rag", "turns": ["a"]}, {"category": "writing", "turns": ["a", "b"]}],
     "speed-bench": [
-        SPEED_ROW | {"turns": ["a", "b"]},
+        SPEED_ROW | {"turns": ["a", "b"], "messages": None},
         SPEED_ROW | {"messages": [{"role": "user", "content": turn} for turn in ("a", "b")]},
     ],
 }
@@ -76,6 +76,7 @@ def test_a_data_set_is_read_from_the_hub(name, monkeypatch):
     [
         ("speed-bench", SPEED_ROW | {"turns": [f"{PLACEHOLDER} FROM THE SOURCE"]}, "placeholders; run SPEED-Bench's"),
         ("speed-bench", SPEED_ROW | {"messages": [{"role": "system", "content": "x"}]}, "only user turns are read"),
+        *(("speed-bench", SPEED_ROW | {"messages": given}, "'messages' is") for given in ([], "a", 3)),
         ("gsm8k", {"question": "a", "answer": "1"}, r"test\.jsonl:1: no 'answer' with '#### n'"),
         ("humaneval", {"prompt": ["a"]}, "'prompt' is"),
         ("mt-bench", None, "holds no prompt of mt-bench"),
