@@ -1,5 +1,6 @@
 """Data sets by name, figures of `specdec bench` against an engine's own counts, and the report of `specdec eval`."""
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ ROWS = {
     "humaneval": [{"task_id": "HumanEval/0", "prompt": "a", "test": "x"}],
     "spec-bench": [{"category": "rag", "turns": ["a"]}, {"category": "writing", "turns": ["a", "b"]}],
     "speed-bench": [
-        SPEED_ROW | {"turns": ["a", "b"]},
+        SPEED_ROW | {"turns": ["a", "b"], "messages": None},
         SPEED_ROW | {"messages": [{"role": "user", "content": turn} for turn in ("a", "b")]},
     ],
 }
@@ -76,6 +77,7 @@ def test_a_data_set_is_read_from_the_hub(name, monkeypatch):
     [
         ("speed-bench", SPEED_ROW | {"turns": [f"{PLACEHOLDER} FROM THE SOURCE"]}, "placeholders; run SPEED-Bench's"),
         ("speed-bench", SPEED_ROW | {"messages": [{"role": "system", "content": "x"}]}, "only user turns are read"),
+        *(("speed-bench", SPEED_ROW | {"messages": given}, "'messages' is") for given in ([], "a", 3)),
         ("gsm8k", {"question": "a", "answer": "1"}, r"test\.jsonl:1: no 'answer' with '#### n'"),
         ("humaneval", {"prompt": ["a"]}, "'prompt' is"),
         ("mt-bench", None, "holds no prompt of mt-bench"),
@@ -301,6 +303,17 @@ def test_markdown_says_what_was_found(answers, records, lines):
         4.0 if (answers, records) in ((ANSWERS, RECORDS), (None, EQUAL)) else None
     )
     assert ("speed-up" in accuracy_title(report)) == ("speed_up" in report["timing"])
+
+
+@pytest.mark.parametrize(("rounds", "why"), [(9, "none pays here"), (0, "no answer was long enough for one")])
+def test_an_evaluation_without_drafts_gives_no_speed_up(rounds, why):
+    """Its categories and its picture gave one, and `none pays here` was the reason in answers of one token too."""
+    one, settings = copy.deepcopy(EQUAL[0]), SETTINGS | {"adaptive": True}
+    one["runs"]["speculative"]["stats"] = {"rounds": rounds, "output_tokens": 10}
+    report = make_report(settings, None, [one], "a machine", ["qa"])
+    assert f"- no speed-up, since no drafts were made: {why}" in markdown(report)
+    assert "| qa | 1 | no drafts | 20.0 | 5.0 | no drafts |" in markdown(report)
+    assert accuracy_title(report).endswith("\nno drafts were made, 1 of 1 outputs equal")
 
 
 def test_categories_and_turns_have_figures_of_their_own():

@@ -29,7 +29,7 @@ from specdec.measurement.timed_comparison import (
     run_figures,
     table_lines,
 )
-from specdec.runtime.drafts.draft_reports import depths_in_words, why_slower
+from specdec.runtime.drafts.draft_reports import depths_in_words, why_no_drafts, why_slower
 from specdec.runtime.request_output import RequestStats
 
 # a minus after a digit, a word or a bracket subtracts: "10-3" ends in 3, "= -3" in -3
@@ -197,7 +197,7 @@ def _comparison_lines(report: Report) -> list[str]:
     if speed_up is None:
         line = f"- no speed-up: {found} from plain decoding"
     elif not run["drafted_rounds"]:
-        line = "- no speed-up: no drafts were made, none pays here; `--fixed-drafts` measures the drafter"
+        line = f"- no speed-up, since {why_no_drafts(run['rounds'], report['settings']['adaptive'])}"
     else:
         line = f"- speed-up: {speed_up:.2f}x ({runs}{f'; {found}' if differ else ''})"
         slower = why_slower(speed_up, RequestStats(rounds=run["rounds"], round_tokens=run["round_tokens"]))
@@ -263,7 +263,9 @@ def accuracy_title(report: Report) -> str:
     settings, first, comparison = report["settings"], _first_run(report), report["comparison"]
     drafter = f"drafter {Path(settings['drafter']).name}" if settings.get("drafter") else "no drafter"
     pair = f"{Path(settings['target']).name}, {drafter}"
-    found = [f"speed-up {report['timing']['speed_up']:.2f}x"] if "speed_up" in report["timing"] else []
+    speed_up, found = report["timing"].get("speed_up"), list[str]()
+    if speed_up is not None:
+        found = [f"speed-up {speed_up:.2f}x" if first["drafted_rounds"] else "no drafts were made"]
     found += [f"acceptance length {first['acceptance_length']:.2f}"] if first["accepted_per_position"] else []
     if comparison is not None:
         found.append(f"{comparison['equal']} of {comparison['equal'] + len(comparison['unequal'])} outputs equal")

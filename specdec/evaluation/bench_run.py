@@ -30,7 +30,13 @@ from specdec.measurement.timed_comparison import (
 )
 from specdec.measurement.transformers_peer import assisted_peer, generate_whole
 from specdec.progress import Interrupted, progress_bar, working
-from specdec.runtime.drafts.draft_reports import acceptance_in_words, busy_in_words, depths_in_words, why_slower
+from specdec.runtime.drafts.draft_reports import (
+    acceptance_in_words,
+    busy_in_words,
+    depths_in_words,
+    why_no_drafts,
+    why_slower,
+)
 from specdec.runtime.request_output import RequestStats
 from specdec.text.prompt_files import Problem
 
@@ -220,10 +226,7 @@ def _drafts_in_words(report: BenchReport, stats: RequestStats) -> str:
         by_depth = depths_in_words(stats.accepted_per_position, stats.drafted_counts)
         found = f"{acceptance_in_words(stats, off)} (by position {by_depth})"
         return f"{found}; slower, since {slower}" if slower else found
-    if not report["spec"]["adaptive"] or not stats.rounds:
-        return "no drafts were made: no answer was long enough for one"
-    why = f" ({off})" if off else ""
-    return f"no drafts were made: none pays here; `--fixed-drafts` measures the drafter{why}"
+    return why_no_drafts(stats.rounds, report["spec"]["adaptive"], off)
 
 
 def _processor_share(records: Sequence[Record]) -> float:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import ConfigError, first_line, require_one_of
+from specdec.errors import ConfigError, first_line, require_one_of, shown
 from specdec.evaluation.accuracy_report import final_number
 from specdec.models.published import BUNDLED_DIR, HELD_OUT_PROBLEMS
 from specdec.text.prompt_files import Problem, json_lines, parse_problem, read_prompts
@@ -143,8 +143,8 @@ def _problem(name: str, row: Mapping[str, Any], where: str) -> Problem:
     fields = dict(row)
     if name == "mt-bench" and isinstance(fields.get("prompt"), list):  # as the hub has it
         fields["turns"] = fields.pop("prompt")
-    if name == "speed-bench" and "messages" in fields:  # as its prepare script writes it
-        fields["turns"] = [_user_turn(message, where) for message in fields.pop("messages")]
+    if name == "speed-bench" and fields.get("messages") is not None:  # as its prepare script writes it
+        fields["turns"] = _user_turns(fields["messages"], where)
     problem = parse_problem(fields, where)
     if name == "speed-bench" and any(turn.startswith(PLACEHOLDER) for turn in problem.turns):
         raise ConfigError(f"{where}: the turns are placeholders; run SPEED-Bench's prepare script, and give its file")
@@ -154,10 +154,14 @@ def _problem(name: str, row: Mapping[str, Any], where: str) -> Problem:
     return replace(problem, category="mt_bench") if joined else problem
 
 
-def _user_turn(message: Any, where: str) -> str:
-    if not isinstance(message, dict) or message.get("role") != "user" or not isinstance(message.get("content"), str):
+def _user_turns(messages: Any, where: str) -> list[str]:
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(f"{where}: 'messages' is {shown(messages)}; a list of a user's turns is expected")
+    users = [message for message in messages if isinstance(message, dict) and message.get("role") == "user"]
+    texts = [message["content"] for message in users if isinstance(message.get("content"), str)]
+    if len(texts) != len(messages):
         raise ConfigError(f"{where}: 'messages' holds one that is not a user's text; only user turns are read")
-    return str(message["content"])
+    return texts
 
 
 EXEMPLARS = read_prompts(BUNDLED_DIR / "gsm8k_exemplars.jsonl")

@@ -157,8 +157,9 @@ def group_lines(groups: Mapping[str, Any], drafting: str, with_speed: bool = Tru
         row[f"{drafting}: acceptance length"] = length_in_words(group["runs"][drafting])
         if with_speed:
             row |= {f"{run}: tokens/s": f"{group['timing'][run]['tokens_per_second']:.1f}" for run in group["runs"]}
-        if "speed_up" in group["timing"]:
-            row["speed-up"] = f"{group['timing']['speed_up']:.2f}x"
+        if "speed_up" in group["timing"]:  # the ratio of two plain runs is noise
+            drafted = group["runs"][drafting]["drafted_rounds"]
+            row["speed-up"] = f"{group['timing']['speed_up']:.2f}x" if drafted else "no drafts"
         rows.append(row)
     return ["", *table_lines(rows)] if rows else []
 

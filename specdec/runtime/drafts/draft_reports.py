@@ -81,6 +81,13 @@ def acceptance_in_words(stats: RequestStats, off: str = "") -> str:
     return found + (f" ({off})" if off and 2 * stats.drafted_rounds < stats.rounds else "")
 
 
+def why_no_drafts(rounds: int, adaptive: bool, off: str = "") -> str:
+    """State that a measurement made no drafts, and why. off: as in `acceptance_in_words`."""
+    if not adaptive or not rounds:
+        return "no drafts were made: no answer was long enough for one"
+    return f"no drafts were made: none pays here; `--fixed-drafts` measures the drafter{off and f' ({off})'}"
+
+
 def depths_in_words(accepted: Sequence[float], drafted: Sequence[int]) -> str:
     """State, for each depth, the share of rounds that accepted the draft there. drafted: rounds with a draft at each
     depth."""
