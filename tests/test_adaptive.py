@@ -429,6 +429,13 @@ def test_a_draft_in_flight_is_covered_by_the_same_balance():
     assert choice.choose(rows(1), np.array([4]), 1, NO_DRAFT, [LADDER[1]]) == NO_DRAFT
 
 
+def test_levels_that_are_rarely_reached_are_not_tried_forever():
+    """Regression: a trial of 16 levels rarely tells of the last ones, whose hope never faded: 0.88 of the best."""
+    load, shapes = Load(chances(0.4), crowds=4), draft_ladder(SpecConfig(16), captured=True)
+    outcome = adaptive(Machine(), load, shapes)
+    assert min(fixed(Machine(), load, shape) for shape in shapes) / outcome.seconds > 0.96, outcome.rounds
+
+
 def test_one_trial_at_a_time():
     """A draft of which no round is settled may seem better only until one is, although the account pays for two."""
     choice = DraftPolicy(LADDER[:2], 1)

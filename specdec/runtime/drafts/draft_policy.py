@@ -134,14 +134,16 @@ class DraftAcceptance:
 
     def tokens(self, rows: IntArray, max_drafts: IntArray) -> FloatArray:
         """Expected and hopeful tokens [2, K] of each draft, bonus token included, for rows [B] that accept at most
-        `max_drafts` [B]. Hopeful tokens use chances one standard error higher (the engine's and the row's). The mean
-        over rows is geometric: hard requests stay longest, and a draft that helps only easy requests delays them."""
+        `max_drafts` [B]. Hopeful tokens use chances one standard error higher (the engine's and the row's), but no
+        level is hoped to be better than the one before: rarely reached levels would be tried forever. The mean over
+        rows is geometric: hard requests stay longest, and a draft that helps only easy requests delays them."""
         right, tried = self._row_counts[:, self._source_of][:, :, rows]  # [C, B, D]
         tried = tried + ROW_WEIGHT
         chance = (right + ROW_WEIGHT * self.chance[:, None]) / tried
         # errors of the engine's chance, and of the mean over rows
         errors = 1 / np.sqrt(self._counts[1] + 2)[:, None] + 1 / np.sqrt(tried * len(rows))
         high = np.minimum(chance + np.sqrt(chance * (1 - chance)) * errors, 1.0)
+        high = np.maximum(chance, np.minimum.accumulate(high, axis=2))
         reach = np.cumprod([chance, high], axis=3) * (self._levels < max_drafts[:, None])
         tokens = np.cumsum(np.insert(reach, 0, 1.0, axis=3), axis=3)  # [2, C, B, 1 + D]
         mean: FloatArray = np.exp(np.log(tokens).mean(axis=2))[:, self._class_of, self._depth_of]
