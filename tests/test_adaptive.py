@@ -436,6 +436,22 @@ def test_levels_that_are_rarely_reached_are_not_tried_forever():
     assert min(fixed(Machine(), load, shape) for shape in shapes) / outcome.seconds > 0.96, outcome.rounds
 
 
+def test_a_draft_that_requests_shortened_is_timed():
+    """Regression: all requests asked for two levels of four, which were never timed: 1.8 of plain decoding forever."""
+    choice = DraftPolicy(draft_ladder(CHAIN, captured=False), 2)
+    none = np.zeros((3, 0), dtype=np.int64)
+
+    def learned_time(shape, seconds, times):
+        for _ in range(times):
+            choice.learn(shape, 1, seconds, none, 1.0)
+        return choice.times[1].seconds[0, 1]
+
+    learned_time(NO_DRAFT, 1.0, 1)
+    assert learned_time(DraftShape(2, 1, 3), 3.0, 3) == 3.0
+    assert learned_time(DraftShape(4, 1, 5), 5.0, MAX_SAMPLES) == 5.0
+    assert learned_time(DraftShape(2, 1, 3), 3.0, MAX_SAMPLES) == 5.0, "the whole one takes longer"
+
+
 def test_one_trial_at_a_time():
     """A draft of which no round is settled may seem better only until one is, although the account pays for two."""
     choice = DraftPolicy(LADDER[:2], 1)
