@@ -167,12 +167,19 @@ def test_a_burst_makes_no_timed_draft_look_worse():
     assert times.seconds[0].tolist() == [1.0, 1.5, 2.0]
 
 
+def test_one_fast_round_of_a_draft_says_nothing_of_plain_rounds():
+    """Regression: with noise of 30 %, drafts that paid were dropped again and again: 0.92 of the best."""
+    times = RoundTimes([1.0, 1.1])
+    for seconds in [1.1] * 8 + [0.9] * 2:
+        times.learn(1, seconds)
+    assert times.seconds[0].tolist() == [1.0, 1.1]
+
+
 def test_drafts_that_were_timed_in_a_burst_are_timed_again():
-    """All took three times as long, the plain round too; a round with a draft that takes less than it shows that."""
+    """All took three times as long, the plain round too; rounds with a draft that take less than it show that."""
     times = RoundTimes([3.0, 3.3])
-    for _ in range(8):
-        times.learn(1, 3.3)
-    times.learn(1, 1.1)
+    for seconds in [3.3] * 8 + [1.1] * 3:
+        times.learn(1, seconds)
     assert times.seconds[0].tolist() == [1.1, 1.1]
 
 

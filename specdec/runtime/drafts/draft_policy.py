@@ -174,9 +174,10 @@ class RoundTimes:
     def learn(self, draft_index: int, seconds: float) -> None:
         """Add a round with draft `draft_index` that took this many seconds."""
         self._rounds += 1
-        is_doubtful = draft_index > 0 and seconds < MIN_DRAFT_TIME_RATIO * self.seconds[0, 0]
+        low = lower_quartile(seconds, self._own[draft_index])
+        is_doubtful = draft_index > 0 and low < MIN_DRAFT_TIME_RATIO * self.seconds[0, 0]
         if is_doubtful or not self.timed[0]:
-            self.timed[0] = seconds  # a plain round takes at most this
+            self.timed[0] = low  # a plain round takes at most this
         for own, last in zip(self._own, self._last, strict=True):
             if is_doubtful or self._rounds - last > DECAY_ROUNDS:
                 own.clear()
