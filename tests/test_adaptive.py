@@ -248,6 +248,17 @@ def test_times_are_learned_where_nothing_is_captured():
     assert times.seconds[0].tolist() == [2.0, 2.0], "a draft never takes less than none"
 
 
+def test_what_a_draft_took_replaces_the_guess_for_good():
+    """A draft that has not run for long is hoped to be faster, the more so the longer, but not believed to be."""
+    times = RoundTimes([0.0, 0.0])
+    for draft in [0, 1, 1, 1, *[0] * (DECAY_ROUNDS + 1)]:
+        times.learn(draft, 9.0 if draft else 1.0)
+    assert times.seconds.tolist() == [[1.0, 9.0], [1.0, 4.5]]
+    for _ in range(DECAY_ROUNDS):
+        times.learn(0, 1.0)
+    assert times.seconds.tolist() == [[1.0, 9.0], [1.0, 2.25]]
+
+
 def test_learned_times_grow_old():
     """A draft that has not run for long may take half, and so may a plain round."""
     times = RoundTimes([1.0, 1.5])
@@ -434,6 +445,14 @@ def test_a_draft_in_flight_is_covered_by_the_same_balance():
     learned(choice.acceptance, 1, accepted=1, times=99, most=1)
     assert choice.choose(rows(1), np.array([4]), 1, NO_DRAFT) == LADDER[1]
     assert choice.choose(rows(1), np.array([4]), 1, NO_DRAFT, [LADDER[1]]) == NO_DRAFT
+
+
+def test_a_dear_draft_that_is_wrong_is_not_tried_again_and_again():
+    """Regression: every 512 rounds its time was guessed anew, three trials were due, and its debt was forgotten: 1.05
+    of plain decoding forever."""
+    machine = Machine(captured=False, seconds=lambda shape, batch: 1.0 + shape.num_steps)
+    outcome = adaptive(machine, Load(chances(0.0), tokens=1600), draft_ladder(SpecConfig(8), captured=False))
+    assert outcome.seconds < 1.02 * outcome.plain_seconds, outcome.rounds
 
 
 def test_levels_that_are_rarely_reached_are_not_tried_forever():
