@@ -167,12 +167,19 @@ def test_a_burst_makes_no_timed_draft_look_worse():
     assert times.seconds[0].tolist() == [1.0, 1.5, 2.0]
 
 
+def test_one_fast_round_of_a_draft_says_nothing_of_plain_rounds():
+    """Regression: with noise of 30 %, drafts that paid were dropped again and again: 0.92 of the best."""
+    times = RoundTimes([1.0, 1.1])
+    for seconds in [1.1] * 8 + [0.9] * 2:
+        times.learn(1, seconds)
+    assert times.seconds[0].tolist() == [1.0, 1.1]
+
+
 def test_drafts_that_were_timed_in_a_burst_are_timed_again():
-    """All took three times as long, the plain round too; a round with a draft that takes less than it shows that."""
+    """All took three times as long, the plain round too; rounds with a draft that take less than it show that."""
     times = RoundTimes([3.0, 3.3])
-    for _ in range(8):
-        times.learn(1, 3.3)
-    times.learn(1, 1.1)
+    for seconds in [3.3] * 8 + [1.1] * 3:
+        times.learn(1, seconds)
     assert times.seconds[0].tolist() == [1.1, 1.1]
 
 
@@ -239,6 +246,17 @@ def test_times_are_learned_where_nothing_is_captured():
     for _ in range(3):
         times.learn(1, 1.95)
     assert times.seconds[0].tolist() == [2.0, 2.0], "a draft never takes less than none"
+
+
+def test_what_a_draft_took_replaces_the_guess_for_good():
+    """A draft that has not run for long is hoped to be faster, the more so the longer, but not believed to be."""
+    times = RoundTimes([0.0, 0.0])
+    for draft in [0, 1, 1, 1, *[0] * (DECAY_ROUNDS + 1)]:
+        times.learn(draft, 9.0 if draft else 1.0)
+    assert times.seconds.tolist() == [[1.0, 9.0], [1.0, 4.5]]
+    for _ in range(DECAY_ROUNDS):
+        times.learn(0, 1.0)
+    assert times.seconds.tolist() == [[1.0, 9.0], [1.0, 2.25]]
 
 
 def test_learned_times_grow_old():
@@ -427,6 +445,37 @@ def test_a_draft_in_flight_is_covered_by_the_same_balance():
     learned(choice.acceptance, 1, accepted=1, times=99, most=1)
     assert choice.choose(rows(1), np.array([4]), 1, NO_DRAFT) == LADDER[1]
     assert choice.choose(rows(1), np.array([4]), 1, NO_DRAFT, [LADDER[1]]) == NO_DRAFT
+
+
+def test_a_dear_draft_that_is_wrong_is_not_tried_again_and_again():
+    """Regression: every 512 rounds its time was guessed anew, three trials were due, and its debt was forgotten: 1.05
+    of plain decoding forever."""
+    machine = Machine(captured=False, seconds=lambda shape, batch: 1.0 + shape.num_steps)
+    outcome = adaptive(machine, Load(chances(0.0), tokens=1600), draft_ladder(SpecConfig(8), captured=False))
+    assert outcome.seconds < 1.02 * outcome.plain_seconds, outcome.rounds
+
+
+def test_levels_that_are_rarely_reached_are_not_tried_forever():
+    """Regression: a trial of 16 levels rarely tells of the last ones, whose hope never faded: 0.88 of the best."""
+    load, shapes = Load(chances(0.4), crowds=4), draft_ladder(SpecConfig(16), captured=True)
+    outcome = adaptive(Machine(), load, shapes)
+    assert min(fixed(Machine(), load, shape) for shape in shapes) / outcome.seconds > 0.96, outcome.rounds
+
+
+def test_a_draft_that_requests_shortened_is_timed():
+    """Regression: all requests asked for two levels of four, which were never timed: 1.8 of plain decoding forever."""
+    choice = DraftPolicy(draft_ladder(CHAIN, captured=False), 2)
+    none = np.zeros((3, 0), dtype=np.int64)
+
+    def learned_time(shape, seconds, times):
+        for _ in range(times):
+            choice.learn(shape, 1, seconds, none, 1.0)
+        return choice.times[1].seconds[0, 1]
+
+    learned_time(NO_DRAFT, 1.0, 1)
+    assert learned_time(DraftShape(2, 1, 3), 3.0, 3) == 3.0
+    assert learned_time(DraftShape(4, 1, 5), 5.0, MAX_SAMPLES) == 5.0
+    assert learned_time(DraftShape(2, 1, 3), 3.0, MAX_SAMPLES) == 5.0, "the whole one takes longer"
 
 
 def test_one_trial_at_a_time():

@@ -134,14 +134,16 @@ class DraftAcceptance:
 
     def tokens(self, rows: IntArray, max_drafts: IntArray) -> FloatArray:
         """Expected and hopeful tokens [2, K] of each draft, bonus token included, for rows [B] that accept at most
-        `max_drafts` [B]. Hopeful tokens use chances one standard error higher (the engine's and the row's). The mean
-        over rows is geometric: hard requests stay longest, and a draft that helps only easy requests delays them."""
+        `max_drafts` [B]. Hopeful tokens use chances one standard error higher (the engine's and the row's), but no
+        level is hoped to be better than the one before: rarely reached levels would be tried forever. The mean over
+        rows is geometric: hard requests stay longest, and a draft that helps only easy requests delays them."""
         right, tried = self._row_counts[:, self._source_of][:, :, rows]  # [C, B, D]
         tried = tried + ROW_WEIGHT
         chance = (right + ROW_WEIGHT * self.chance[:, None]) / tried
         # errors of the engine's chance, and of the mean over rows
         errors = 1 / np.sqrt(self._counts[1] + 2)[:, None] + 1 / np.sqrt(tried * len(rows))
         high = np.minimum(chance + np.sqrt(chance * (1 - chance)) * errors, 1.0)
+        high = np.maximum(chance, np.minimum.accumulate(high, axis=2))
         reach = np.cumprod([chance, high], axis=3) * (self._levels < max_drafts[:, None])
         tokens = np.cumsum(np.insert(reach, 0, 1.0, axis=3), axis=3)  # [2, C, B, 1 + D]
         mean: FloatArray = np.exp(np.log(tokens).mean(axis=2))[:, self._class_of, self._depth_of]
@@ -154,9 +156,10 @@ class RoundTimes:
     The lower quartile of the newest rounds counts, since other work on a machine only adds time. The time measured when
     the engine was made (or a guess) counts as one sample: one shorter round lowers the quartile, three longer ones
     raise it. If the draft with the most samples takes longer than measured at the start, the measured times of all
-    drafts rise by the same factor. A draft (or no draft) that has not run in the newest DECAY_ROUNDS rounds counts with
-    half its time, so it is tried again. If a draft takes less than a plain round, plain rounds were timed next to other
-    work, and all samples are dropped.
+    drafts rise by the same factor. A draft (or no draft) that has not run in the newest DECAY_ROUNDS rounds loses its
+    samples, which only replace a guess, and is hoped to take half its time, later a quarter and so on. So it is tried
+    again. If the lower quartile of a draft is below a plain round, plain rounds were timed next to other work, and all
+    samples are dropped.
 
     timed: seconds [K] with each draft (the first is no draft), measured at the start; 0: unknown. seconds: believed and
     hopeful times, [2, K].
@@ -172,11 +175,15 @@ class RoundTimes:
     def learn(self, draft_index: int, seconds: float) -> None:
         """Add a round with draft `draft_index` that took this many seconds."""
         self._rounds += 1
-        is_doubtful = draft_index > 0 and seconds < MIN_DRAFT_TIME_RATIO * self.seconds[0, 0]
+        low = lower_quartile(seconds, self._own[draft_index])
+        is_doubtful = draft_index > 0 and low < MIN_DRAFT_TIME_RATIO * self.seconds[0, 0]
         if is_doubtful or not self.timed[0]:
-            self.timed[0] = seconds  # a plain round takes at most this
-        for own, last in zip(self._own, self._last, strict=True):
-            if is_doubtful or self._rounds - last > DECAY_ROUNDS:
+            self.timed[0] = low  # a plain round takes at most this
+        for index, own in enumerate(self._own):
+            if self._rounds - self._last[index] > DECAY_ROUNDS and own:
+                self.timed[index] = self.timed[index] or lower_quartile(own[0], own)  # better than a guess
+                own.clear()
+            elif is_doubtful:
                 own.clear()
         self._own[draft_index].append(seconds)
         self._last[draft_index] = self._rounds
@@ -188,7 +195,9 @@ class RoundTimes:
         seen = max(range(1, len(own)), key=lambda draft_index: len(own[draft_index]))  # the draft with the most samples
         timed[1:] *= max(1.0, lower_quartile(timed[seen], own[seen]) / max(timed[seen], 1e-9))
         believed = np.array([lower_quartile(*each) for each in zip(timed.tolist(), own, strict=True)])
-        hoped = np.where([len(each) == 0 for each in own], believed / 2, believed)
+        ages = [(self._rounds - last) // DECAY_ROUNDS for last in self._last]
+        halved = [0 if each else max(1, age) for each, age in zip(own, ages, strict=True)]
+        hoped = believed * 0.5 ** np.array(halved)
         return np.array([believed.clip(min=believed[0]), hoped.clip(min=hoped[0])])
 
 
@@ -205,8 +214,8 @@ class DraftAccount:
 
     The newest DECAY_ROUNDS rounds count, at the times that are believed *now*. So a burst of noise is not charged for
     long, and a draft that was timed too fast is charged in full when its true time is known. A draft is allowed only if
-    the balance of its source covers its full cost and that of the drafts in flight. source [K]: source number of each
-    draft; the first is no draft.
+    the balance of its source covers its full cost and that of the drafts in flight, or is nearly full again: a burst
+    may have made the draft look dear. source [K]: source number of each draft; the first is no draft.
     """
 
     def __init__(self, source: Sequence[int]) -> None:
@@ -265,7 +274,8 @@ class DraftPolicy:
         elif self._untried:  # try the smallest draft of each source once, whatever it costs
             allowed = [self._source.index(self._untried.pop(0), 1)]
         else:
-            cost, left = seconds[0] - seconds[0, 0], self.account.balance(times)
+            most = LOSS_SHARE * DECAY_ROUNDS * seconds[0, 0] / (1 + max(self._source))  # nearly a full balance
+            cost, left = np.minimum(seconds[0] - seconds[0, 0], most), self.account.balance(times)
             for index in map(self._index_of, unsettled):
                 left[self._source[index]] -= cost[index]
             allowed = [index for index, source in enumerate(self._source) if cost[index] <= max(0.0, left[source])]
@@ -285,7 +295,7 @@ class DraftPolicy:
         `DraftAcceptance.learn`. mean_tokens: tokens gained per request; 0: a request had fixed the draft, so nothing is
         charged."""
         index, times = self._index_of(shape), self.times_of(batch)
-        if shape == self.shapes[index]:
+        if shape == self.shapes[index] or seconds > times.seconds[1, index]:  # a shortened draft takes at most as long
             times.learn(index, seconds)
         self.acceptance.learn(index, *drafted)
         if index:
