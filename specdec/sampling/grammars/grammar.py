@@ -205,7 +205,8 @@ class GrammarLibrary:
             if np.count_nonzero(mask) > 1:
                 continue
             only = only_bit(mask)
-            if not mask.any() if only is None else not matcher.validate_tokens([only]):
+            is_followed = mask.any() if only is None else matcher.validate_tokens([only])
+            if not is_followed:
                 forced = matcher.compute_ff_bytes().decode(errors="ignore")
                 spelt = [token for token in self._tokenizer.greedy_tokenize(forced)[:1] if token < 32 * self.num_words]
                 mask[:] = self._own & token_bits(spelt, self.num_words)
