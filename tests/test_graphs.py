@@ -7,6 +7,7 @@ import logging
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from crowd import make_crowd
@@ -14,6 +15,7 @@ from crowd import make_crowd
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.lookup import NgramDrafter
 from specdec.errors import ConfigError, FrozenKVError
+from specdec.runtime.rounds.captured_prompts import ChunkProgram, ChunkShape
 from specdec.runtime.rounds.round_shapes import batch_buckets, captured_shape, prefix_buckets
 
 from engine_internals import StatesNeeded, assert_idle, capture_on_cpu, captured_prompts, captured_rounds
@@ -102,9 +104,9 @@ def test_the_kernels_are_captured_too(small_engine, make_target, make_assistant,
     assert outputs == serve(small_engine(None, on=False, layers=layers, attention="torch"), *asked)
 
 
-@deep_cases("32-shapes0", "15-shapes2")
-@pytest.mark.parametrize(("most", "shapes"), [(32, {16, 24, 32}), (23, {16}), (15, set())])
-def test_long_prompts_run_uncaptured(small_engine, monkeypatch, most, shapes) -> None:
+@deep_cases("32-shapes0-2", "15-shapes2-5")
+@pytest.mark.parametrize(("most", "shapes", "uncaptured"), [(32, {16, 24, 32}, 2), (23, {16}, 2), (15, set(), 5)])
+def test_long_prompts_run_uncaptured(small_engine, monkeypatch, most, shapes, uncaptured) -> None:
     monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MAX_TOKENS", most)
     asked = requests(4, seed=7)
     engine = small_engine()
@@ -112,6 +114,7 @@ def test_long_prompts_run_uncaptured(small_engine, monkeypatch, most, shapes) ->
     assert captured_batches(engine) == {1, 2}
     tried = captured_prompts(engine)
     assert {shape.tokens for shape in tried} <= shapes and bool(tried) == bool(shapes)
+    assert engine.stats().captures.uncaptured_prompts == uncaptured  # the first of each shape, and the longer ones
 
 
 def test_any_load_takes_few_shapes(small_engine) -> None:
@@ -125,7 +128,7 @@ def test_any_load_takes_few_shapes(small_engine) -> None:
             runs = draw.randint(1, min(tokens, 256))
             shape = graphs.bucket(runs, tokens, states)
             if shape is not None:
-                assert shape.tokens >= tokens and shape.runs >= runs
+                assert shape.tokens >= tokens and runs <= shape.runs <= 256
                 assert shape.tokens <= 1.25 * tokens or tokens <= 2048
                 shapes.add(shape)
     assert 20 < len(shapes) <= 46
@@ -133,6 +136,18 @@ def test_any_load_takes_few_shapes(small_engine) -> None:
         shape = graphs.bucket(1, tokens, StatesNeeded.LAST)
         assert shape.tokens == room and shape.rule.pool == pool
     assert graphs.bucket(1, 8193, StatesNeeded.LAST) is None
+    assert graphs.bucket(8, 9, StatesNeeded.LAST)[:2] == (16, 8)  # as many requests as it has room for
+
+
+def test_a_captured_forward_without_a_request_at_a_place_reads_the_padding_row(small_engine) -> None:
+    """Another row may have a drafter's state and a lag, which such a place would change."""
+    engine = small_engine(None, max_batch_size=4)
+    program = ChunkProgram(engine.state, ChunkShape(16, 4, StatesNeeded.EVERY))
+    program.load_chunks(np.array([1]), np.array([5]))
+    for part in program.programs:
+        part()
+    pack = program.result().pack
+    assert pack.rows.tolist() == [1, *[engine.table.padding_row] * 3] and pack.length.tolist() == [5, 0, 0, 0]
 
 
 def test_rounds_are_captured_before_the_first_request(small_engine) -> None:
