@@ -118,7 +118,7 @@ class PrefixCache:
         assert self.states is not None
         length = int(self.table.committed_len.host[row]) // FOLD * FOLD
         pages = self._pages_of(self._walk(key[:length], salt))
-        if length == 0 or len(pages) * self.page_size != length:
+        if len(pages) * self.page_size != length:
             return
         kept = np.flatnonzero(self.states.has(pages))
         if length - (int(kept[-1]) + 1 if len(kept) else 0) * self.page_size >= every:

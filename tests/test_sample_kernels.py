@@ -140,6 +140,14 @@ def test_a_nucleus_is_a_share_of_the_whole_row_and_not_of_its_list(poison_empty)
     rows = LogitRows(logits, torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), fast)
     best = best_tokens(rows, 60, cut)
     assert 5 < kept < 60 and int((best.scores > -INF).sum()) == kept
+    settings = [{"temperature": 1.0, "top_p": 0.99, "top_k": k} for k in (0, 200)] * 4
+    assert wrong_draws(settings, torch.randn(8, 1, 200, device=DEVICE), cut) == {}
+
+
+def test_a_row_whose_list_overflows_keeps_what_top_n_sigma_keeps():
+    torch.manual_seed(0)
+    settings = [{"temperature": 1.4, "top_n_sigma": 1.0, "top_k": 60}] * 16
+    assert wrong_draws(settings, torch.randn(16, 2, 150, device=DEVICE), CUTS["overflows"]) == {}
 
 
 @pytest.mark.parametrize(
