@@ -19,7 +19,7 @@ from specdec.draft_models.lookup import NgramDrafter
 from specdec.errors import ConfigError, FrozenKVError
 from specdec.runtime.rounds.captured_prompts import ChunkProgram, ChunkShape
 from specdec.runtime.rounds.captured_rounds import run_programs
-from specdec.runtime.rounds.result import NO_DRAFT, RoundShape
+from specdec.runtime.rounds.result import DraftShape, RoundShape
 from specdec.runtime.rounds.round_shapes import (
     GREEDY,
     batch_buckets,
@@ -270,12 +270,13 @@ def test_the_host_works_between_programs_and_not_after_the_last() -> None:
 
 
 def test_forced_tokens_leave_room_for_the_token_after_them() -> None:
-    """A row of 8 places, all with slots, and 5 tokens committed: nodes at 5 and 6, and the last token at 7."""
-    host = SimpleNamespace(host=np.zeros((2, 8))), SimpleNamespace(host=np.array([5]))
+    """A row of 8 places, all with slots, and 4 tokens committed: nodes at 4 to 6, and the last token at 7."""
+    host = SimpleNamespace(host=np.zeros((2, 8))), SimpleNamespace(host=np.array([4]))
     table = SimpleNamespace(slots=host[0], committed_len=host[1], capacity=np.array([8]))
     state: Any = SimpleNamespace(cache=SimpleNamespace(table=table))
-    shape = RoundShape(1, 5, NO_DRAFT, GREEDY, None)
-    assert with_forced(shape, state, np.array([0]), 4, captured=False).forced == 2
+    for draft, forced, captured, width in ((1, 4, False, 3), (1, 4, True, 2), (3, 1, False, 3), (3, 1, True, 3)):
+        shape = RoundShape(1, 4, DraftShape(draft - 1, 1, draft), GREEDY, None)
+        assert with_forced(shape, state, np.array([0]), forced, captured=captured).forced == width
 
 
 def test_true_needs_a_gpu(make_target, make_engine) -> None:
