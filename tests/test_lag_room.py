@@ -45,3 +45,12 @@ def test_a_row_without_a_lag_is_a_padding_row_of_no_tokens(lag) -> None:
     seen = lag.observation(table, torch.arange(27).view(3, 9), torch.tensor([0, 1]), 9, 4)
     assert (seen.rows.index.tolist(), seen.start.tolist(), seen.length.tolist()) == ([2, 1], [0, 3], [0, 2])
     assert seen.tokens[1].tolist() == [12, 13, 14, 15] and seen.next_token[1] == 14
+
+
+def test_a_drafter_sees_padding_at_the_seat_of_a_row_past_its_last_position(make_target, make_engine) -> None:
+    model = make_target("llama")
+    state = make_engine(model, random_eagle3(model), spec=SpecConfig(4, adaptive=True), max_batch_size=3).state
+    state.lag.ended[1] = True
+    state.seat(np.array([2, 1]))
+    padding = state.cache.table.padding_row
+    assert state.seats.host.tolist() == [2, 1, padding] and state.draft_seats.host.tolist() == [2, padding, padding]
