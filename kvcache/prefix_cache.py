@@ -81,13 +81,11 @@ class PrefixCache:
 
     def adopt(self, row: int, key: IntArray, salt: bytes = b"") -> int:
         """Begin an empty row with the matching pages. Returns their number of slots."""
-        path = self._walk(key, salt)
-        pages = self._usable(self._pages_of(path))
+        pages = self.match_prefix(key, salt)
         if len(pages):
             self.table.adopt_pages(row, pages)
             if self.states is not None:
                 self.states.restore(row, int(pages[-1]))
-            self._touch([node for node, _ in path])
         return len(pages) * self.page_size
 
     def insert(self, rows: Sequence[int], keys: Sequence[IntArray], salts: Sequence[bytes] | None = None) -> None:
@@ -120,7 +118,7 @@ class PrefixCache:
         assert self.states is not None
         length = int(self.table.committed_len.host[row]) // FOLD * FOLD
         pages = self._pages_of(self._walk(key[:length], salt))
-        if length == 0 or len(pages) * self.page_size != length:
+        if len(pages) * self.page_size != length:
             return
         kept = np.flatnonzero(self.states.has(pages))
         if length - (int(kept[-1]) + 1 if len(kept) else 0) * self.page_size >= every:

@@ -322,6 +322,7 @@ def test_categories_and_turns_have_figures_of_their_own():
     report = make_report(SETTINGS, None, records, "a machine", ["qa", "qa", None, "rag"], "not judged")
     assert {name: group["problems"] for name, group in report["categories"].items()} == {"qa": 2, "other": 1, "rag": 1}
     assert {name: group["problems"] for name, group in report["turns"].items()} == {"turn 1": 4, "turn 2": 1}
+    assert make_report(SETTINGS, None, EQUAL, "a machine", [None] * 4, "not judged")["categories"] == {}
     text = markdown(report)
     assert "| qa | 2 | 2.50 | 20.0 | 5.0 | 4.00x |" in text
     assert "| turn 2 | 1 | 2.50 | 20.0 | 5.0 | 4.00x |" in text

@@ -209,7 +209,7 @@ def test_random_loads(case, make_target, engine, random_prompt, greedy_oracle):
             assert (out.prompt_logprobs is None) == (asked.prompt_logprobs is None)
 
 
-@deep_cases("None", "mtp")
+@deep_cases("mtp")
 @pytest.mark.parametrize("drafter", [None, "mtp", "eagle3-middle"])
 def test_captured_prompts(drafter, make_target, engine, random_prompt, monkeypatch):
     """Replayed for other rows and lengths, scored chunks among them, with the same outputs; shapes do not mix."""

@@ -90,8 +90,9 @@ def test_a_request_never_ends_while_it_is_timed(make_target, make_engine):
     model = make_target("llama")
     params = SamplingParams(max_new_tokens=timed_rounds.tokens_of_rounds(4, 0), ignore_eos=True)
     [plain] = make_engine(model).generate([[5, 6, 7]], params)
-    driven = timed_rounds.drive(make_engine(model, max_batch_size=1), [[5, 6, 7]], 4, 0, profiled=False)
+    driven = timed_rounds.drive(make_engine(model, max_batch_size=2), [[5, 6, 7], [8, 9]], 4, 0, profiled=False)
     assert driven.outputs[0] == plain.token_ids[: len(driven.outputs[0])]
+    assert driven.acceptance_length == 1  # a token of each request in each timed round
     assert timed_rounds.tokens_of_rounds(4, 2) == 1 + (6 + 4 + 8 + 4) * 3
 
 
@@ -101,6 +102,18 @@ def test_the_host_part_is_what_is_not_spent_waiting():
     on_gpu, on_cpu = (timed_rounds.round_time(before, settled, 2, waited) for waited in (0.75, None))
     assert on_gpu == (1.0, 0.2, 0.3, 0.1, 0.25)
     assert on_cpu.host == pytest.approx(0.4)
+
+
+def test_each_round_has_waited_for_its_own_result():
+    launches = SimpleNamespace(row_totals=SimpleNamespace(settled_at=0.0), waited_seconds=9.0)
+
+    def step():
+        launches.row_totals = SimpleNamespace(settled_at=launches.row_totals.settled_at + 1.0, shares=[0.0] * 3)
+        launches.waited_seconds += 0.25
+
+    target, steps = SimpleNamespace(device=torch.device("cuda")), SimpleNamespace(launches=launches)
+    engine = SimpleNamespace(target=target, steps=steps, step=step, running_ids=lambda: [1])
+    assert [one.host for one in timed_rounds.step_rounds(engine, 2)] == [0.75, 0.75]
 
 
 def test_gaps_are_counted_within_rounds_and_not_between_them():
@@ -116,7 +129,7 @@ def test_idle_time_is_what_no_span_covers():
     #      ####     ##       ##
     #         ###
     assert timed_rounds.idle_within([(1.0, 2.0), (0.0, 1.5), (3.0, 4.0), (6.0, 7.0)]) == pytest.approx(1 + 2)
-    assert timed_rounds.idle_within([(0.0, 5.0), (1.0, 2.0)]) == 0.0
+    assert timed_rounds.idle_within([(0.0, 5.0), (1.0, 2.0), (4.0, 6.0)]) == 0.0
     assert timed_rounds.idle_within([]) == 0.0
 
 

@@ -305,6 +305,9 @@ def test_where_a_forward_is_divided(make_target, monkeypatch):
     assert divide(state, none, captured=True)[0] == [1, 3]
     ends, shares = [1, 2, 3, 6], [(third, 0, 0), (third, 1, 0), (third, 0, 0), (0, 0, 1)]
     assert divide(state, last, captured=False) == (ends, shares)
+    full = SimpleNamespace(layout=target.layout, windows=(None,) * 6, narrows_at=target.narrows_at)  # even the third
+    shares = [(third, half, 0), (third, half, 0), (third, 0, 0), (0, 0, 1)]
+    assert divide(SimpleNamespace(target=full, aux_layers=()), last, captured=False) == (ends, shares)
 
 
 SHARES = [PartShare(1 / 8, 1 / 3 if number % 2 and number < 7 else 0.0) for number in range(8)]

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from specdec import Engine, EngineConfig
 from specdec.cli.app import app, program
 from specdec.errors import CapacityError
 from specdec.measurement.model_shapes import SHAPES, Shrink
-from specdec.measurement.recipes import CARDS, REQUESTS, TOKENS, recipes, row
+from specdec.measurement.recipes import CARDS, REQUESTS, TOKENS, CardMemory, recipes, row
 from specdec.models.described_model import ModelOnMeta, model_on_meta
 from specdec.models.published import RECIPES
 from specdec.runtime import sizing
@@ -125,6 +126,12 @@ def test_the_shell_prints_a_recipe_by_any_of_its_names():
         assert f"expected {step['expected_ms']:.2f} ms" in text and step["measured"]
     assert "\nneeded  " in text and "\n24 GB " in text
     assert "(measured)" in text and "on a smaller GPU:" in text and f"{report['cards'][0]['tokens']:,}" in text
+
+
+def test_a_gpu_with_room_for_no_request_of_the_planned_length_has_its_tokens_in_the_table():
+    cards = [CardMemory(80, {"full": 9}, 24_000, 2), CardMemory(48, {"full": 1}, 5000, 0), CardMemory(24, {}, 0, 0)]
+    cells = row(replace(next(iter(recipes().values())), cards=cards))
+    assert cells[4:7] == ("2", "5,000 tokens", "-")
 
 
 def test_a_table_has_every_recipe_and_says_what_its_columns_are():

@@ -186,7 +186,7 @@ def test_prompts_of_another_salt_share_no_state(make_target, make_engine, random
 def test_a_long_prompt_leaves_copies_on_its_way(make_target, make_engine, random_prompt, monkeypatch) -> None:
     monkeypatch.setattr("specdec.runtime.prompts.prefixes.STATE_EVERY", 32)
     engine, prompt = make_engine(make_target("qwen3_5"), prefill_chunk=16), random_prompt(100)
-    assert hits(engine, prompt, prompt[:70], prompt[:60]) == [0, 64, 32]
+    assert hits(engine, prompt, prompt[:90], prompt[:70], prompt[:60]) == [0, 64, 64, 32]
 
 
 @deep_cases("lfm2")
@@ -241,3 +241,5 @@ def test_a_copy_goes_with_its_page_and_the_oldest_for_a_new_one(make_target, mak
         engine.table.check()
     assert len(state_cache_of(engine).states.pages) <= 2  # of the prompts that the pool still has
     assert hits(engine, prompts[-1], prompts[0]) == [32, 0]
+    engine.table.reset()  # as after a step that failed
+    assert not state_cache_of(engine).states.pages

@@ -5,9 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from kv_rig import FROZEN_EXTRA_KEYS, PRIMARY, SWA, KVLayout, KVRig, Move, PrimaryLoc, ints, layer_spec
+from kv_rig import FROZEN_EXTRA_KEYS, PRIMARY, SWA, KVLayout, KVRig, Move, PrimaryLoc, ints, layer_spec, make_allocator
 
 from specdec.errors import KVStateError
+from specdec.kvcache.table import RequestTable
 
 from snapshots import kv_contents
 
@@ -74,6 +75,16 @@ def test_rows_are_taken_in_order_and_reused():
     assert table.open_row() == 0
     assert table.padding_row == 2
     table.check()
+
+
+def test_of_adopted_tokens_that_all_run_again_none_is_committed():
+    """The last two tokens run again, and the prefix has one."""
+    device, sizes = torch.device("cpu"), {"max_requests": 2, "max_len": 4, "lookahead": 2}
+    table = RequestTable(make_allocator(8, [6], 8, page_size=1, device=device), extra_keys=2, reread=2, **sizes)
+    first, row = table.open_row(), table.open_row()
+    table.ensure_slots(first, 2)
+    table.adopt_pages(row, table.pages(first, 1))
+    assert (table.committed_len.host[row], table.shared_len.host[row], table.capacity[row]) == (0, 1, 1)
 
 
 @PAGE_SIZES

@@ -20,7 +20,7 @@ from specdec.kvcache.table import Move, RequestTable, Rows
 from specdec.runtime.rounds.closing import VerifiedRound, closing, reference_closing
 from specdec.runtime.rounds.decode_round import DecodeRound
 from specdec.runtime.rounds.opening import opening, reference_opening
-from specdec.runtime.rounds.result import DraftShape, RoundShape, empty_result
+from specdec.runtime.rounds.result import DraftShape, RoundResult, RoundShape, empty_result
 from specdec.sampling.sampling_table import FLOAT_COLUMNS, INT_COLUMNS, SamplerFeatures, SamplingTable
 
 from marks import deep, slow
@@ -223,6 +223,14 @@ def test_the_time_stamps_of_a_round_follow_its_rows() -> None:
     assert clock.stop(stamps) is stamps
     numbers = packed.tolist()
     assert numbers[:14] == [*range(14)] and 0 < numbers[14] <= numbers[15] <= numbers[16] and len(numbers) == 17
+
+
+def test_every_number_of_the_requests_that_still_have_their_row_is_selected() -> None:
+    line = np.arange(3)
+    result = RoundResult(line, line[:, None], line[:, None], [[0], [1], [2]], line, {}, line)
+    kept = result.select_requests([2, 0])
+    of_requests = kept.length, kept.path, kept.tokens, kept.logprobs, kept.draft_depth, kept.forced
+    assert [np.ravel(numbers).tolist() for numbers in of_requests] == [[2, 0]] * 6
 
 
 def test_a_replay_on_a_tape_reads_the_clock_anew() -> None:

@@ -11,6 +11,7 @@ from samplers import sampler_of
 
 from specdec import DraftTree, SamplingParams
 from specdec.gpu.triton_shim import tl, triton
+from specdec.sampling.choose_candidate import _keep_best
 from specdec.sampling.collect_candidates import DEFAULT_VOCAB_SPLIT, VocabSplit
 from specdec.sampling.grammars.token_rules import token_bits
 from specdec.sampling.kernel_sampler import KernelSampler, best_tokens, path_tokens, sample
@@ -139,6 +140,14 @@ def test_a_nucleus_is_a_share_of_the_whole_row_and_not_of_its_list(poison_empty)
     rows = LogitRows(logits, torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), fast)
     best = best_tokens(rows, 60, cut)
     assert 5 < kept < 60 and int((best.scores > -INF).sum()) == kept
+    settings = [{"temperature": 1.0, "top_p": 0.99, "top_k": k} for k in (0, 200)] * 4
+    assert wrong_draws(settings, torch.randn(8, 1, 200, device=DEVICE), cut) == {}
+
+
+def test_a_row_whose_list_overflows_keeps_what_top_n_sigma_keeps():
+    torch.manual_seed(0)
+    settings = [{"temperature": 1.4, "top_n_sigma": 1.0, "top_k": 60}] * 16
+    assert wrong_draws(settings, torch.randn(16, 2, 150, device=DEVICE), CUTS["overflows"]) == {}
 
 
 @pytest.mark.parametrize(
@@ -217,6 +226,16 @@ def test_a_program_may_list_several_tiles(monkeypatch, poison_empty):
     assert torch.equal(got[0], want[0]) and torch.equal(got[1].tokens, want[1].tokens)
 
 
+def test_of_equal_tokens_the_lowest_are_best_in_whatever_order_they_are_listed(monkeypatch, poison_empty):
+    """Two programs list tiles of 64 in turn, so 130 and 140 come before 70 and 100, as any order may on a GPU."""
+    monkeypatch.setattr("specdec.sampling.collect_candidates.COLLECTORS", 2)
+    logits = torch.full((1, 1, 200), -1.0, device=DEVICE)
+    logits[..., [70, 100, 130, 140]] = 0.0
+    fast, _ = batch_of([SamplingParams(temperature=0.0)])
+    rows = LogitRows(logits, torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), fast)
+    assert best_tokens(rows, 2, VocabSplit(tile=64, group=4, capacity=96, listed=2)).tokens.tolist() == [[[70, 100]]]
+
+
 @pytest.mark.parametrize("cut", ["many tiles", slow("overflows")])
 def test_penalty_along_each_nodes_own_path(cut, poison_empty):
     """root 5; 6 and 7 are its children, 8 a child of 6: every node knows the history and its own ancestors."""
@@ -263,6 +282,25 @@ def test_noise_is_the_samplers_and_its_bound_is_near(seed, position, poison_empt
     _noise_kernel[(triton.cdiv(70_000, 1024),)](seeds, positions, exact, near, 70_000, BLOCK=1024)
     assert torch.equal(exact, gumbel_noise(seeds, positions[None], 70_000)[0, 0])
     assert (exact - near).abs().max() < NOISE_ERROR.value / 8
+
+
+@triton.jit
+def _keep_best_kernel(p_seed, p_position, p_near, p_score, p_best):
+    o_token, b_best_id = tl.arange(0, 4), tl.full([2], 0x7FFFFFFF, tl.int32)
+    b_best = tl.where(tl.arange(0, 2) < 1, -float("inf"), float("inf"))
+    b_near, b_score, seed = tl.load(p_near + o_token), tl.load(p_score + o_token), tl.load(p_seed)
+    stream = noise_stream(seed, tl.load(p_position))
+    _best, b_best_id = _keep_best(b_near, b_score, o_token, b_best, b_best_id, stream, seed > 0, 2)
+    tl.store(p_best, tl.min(b_best_id))
+
+
+def test_exact_noise_decides_between_tokens_whose_bounds_are_in_another_order():
+    seed, position = torch.tensor([3], device=DEVICE), torch.tensor([9], device=DEVICE)
+    exact = torch.tensor([0.0, 3e-5, -1e-5, -1.0], device=DEVICE)
+    near = torch.tensor([4e-5, -2e-5, 1e-5, -1.0], device=DEVICE)  # within NOISE_ERROR
+    best = torch.empty(1, dtype=torch.int32, device=DEVICE)
+    _keep_best_kernel[(1,)](seed, position, near, exact - gumbel_noise(seed, position[None], 4)[0, 0], best)
+    assert best.tolist() == [1]
 
 
 @pytest.mark.parametrize("with_tree", [False, True], ids=["first", "tree"])

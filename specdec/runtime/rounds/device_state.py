@@ -131,8 +131,6 @@ class DeviceState:
         """Clear the state of all rows after an interrupted step, and detach all views."""
         if self.worker is not None:
             self.worker.view = None
-        if self.lag is not None:
-            self.lag.clear_rows(slice(None))
         for mirrored in self._mirrored():
             mirrored.clear()
         if self.finished is not None:

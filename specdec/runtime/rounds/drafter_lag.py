@@ -53,7 +53,7 @@ class DrafterLag:
         self.count: IntArray = np.zeros(num_rows, dtype=np.int64)
         self.ended: BoolArray = np.zeros(num_rows, dtype=np.bool_)
 
-    def clear_rows(self, rows: IntArray | slice) -> None:
+    def clear_rows(self, rows: IntArray) -> None:
         """Reset these rows, which have new requests."""
         self.count[rows] = 0
         self.ended[rows] = False

@@ -61,13 +61,13 @@ def round_shape(
 
 
 def end_drafts(state: DeviceState, rows: IntArray, ahead: int) -> IntArray:
-    """Turn off drafts for rows within `ahead` tokens of the drafter's last position. Returns those of them that must
-    catch up a last time: none if the drafter never reads late."""
+    """Turn off drafts for rows within `ahead` tokens of the drafter's last position. Returns these rows, which catch up
+    a last time; none if the drafter never reads late."""
     if state.max_positions is None:
         return rows[:0]
     reached = rows[state.cache.table.committed_len.host[rows] + ahead > state.max_positions]
     state.max_drafts[reached[state.max_drafts.host[reached] > 0]] = 0
-    return rows[:0] if state.lag is None else reached[~state.lag.ended[reached]]
+    return rows[:0] if state.lag is None else reached
 
 
 def with_forced(
