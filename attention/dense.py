@@ -121,7 +121,7 @@ class VisibleKeys(NamedTuple):
             seen = torch.cat([seen, own], dim=-1)
             own_slots = plan.write_slots(group).view(batch, num_queries)
             own_slots = torch.where(own_slots == NULL_SLOT, own_slots[:, :1], own_slots)  # padding
-            slots = torch.cat([slots, own_slots], dim=1)
+            slots = torch.cat([torch.where(committed, slots, own_slots[:, :1]), own_slots], dim=1)
         return cls(slots, seen)
 
 

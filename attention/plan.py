@@ -64,8 +64,8 @@ class Pack(NamedTuple):
 
     @property
     def last(self) -> torch.Tensor:
-        """Place of each run's last token, [R]; of an empty run, the place before it, or -1."""
-        return self.cu_len[1:] - 1
+        """Place of each run's last token, [R]; any place for an empty run."""
+        return (self.cu_len[1:] - 1).clamp(min=0)  # a kernel must not read before the first place
 
     def last_tokens(self) -> "Pack":
         """A pack of only the last token of each run, so T is R. An empty run becomes padding."""

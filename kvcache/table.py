@@ -147,6 +147,7 @@ class RequestTable:
 
     def close_rows(self, rows: IntArray | int) -> None:
         """Free rows and all their slots. The next allocation takes the slots of the last row first."""
+        self.allocator.require_unfrozen("close")
         rows = np.atleast_1d(rows)
         self._require_active(rows)
         rows = rows[::-1]

@@ -177,10 +177,11 @@ def test_one_fast_round_of_a_draft_says_nothing_of_plain_rounds():
 
 def test_drafts_that_were_timed_in_a_burst_are_timed_again():
     """All took three times as long, the plain round too; rounds with a draft that take less than it show that."""
-    times = RoundTimes([3.0, 3.3])
-    for seconds in [3.3] * 8 + [1.1] * 3:
-        times.learn(1, seconds)
-    assert times.seconds[0].tolist() == [1.1, 1.1]
+    times = RoundTimes([3.0, 3.3, 3.6])
+    for draft, seconds in [(1, 3.3), (2, 3.6)] * 8 + [(1, 1.1)] * 3:
+        times.learn(draft, seconds)
+    assert times.seconds[0].tolist() == [1.1, 1.1, 3.6]
+    assert times.seconds[1, 2] == 1.8, "what the other draft took in the burst is forgotten: it may take half"
 
 
 def test_extra_time_of_one_draft_is_assumed_for_the_others():
