@@ -205,9 +205,12 @@ def read_drafter(kind: str, folder: Path) -> Any:
     """Read a drafter's spec."""
     if kind not in PUBLISHED:
         return read_head(folder, TARGET).spec
+    return read_block(folder, published_target(kind)).spec
+
+
+def published_target(kind: str) -> Any:
     layout = SimpleNamespace(layers=range(PUBLISHED[kind][0]))
-    target: Any = SimpleNamespace(name="target", layout=layout, hidden_size=32, vocab_size=VOCAB)
-    return read_block(folder, target).spec
+    return SimpleNamespace(name="target", layout=layout, hidden_size=32, vocab_size=VOCAB)
 
 
 def change_drafter(folder: Path, changes: Mapping[str, Any]) -> Path:

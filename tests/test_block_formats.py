@@ -12,7 +12,7 @@ import pytest
 import torch
 from block_heads import written_block
 from block_reference import Checkpoint, accepted_lengths, draft
-from drafter_folders import PUBLISHED, VOCAB, change_drafter, narrow, read_drafter
+from drafter_folders import DRAFTED, PUBLISHED, VOCAB, change_drafter, narrow, published_target, read_drafter
 from transformers import MuseGlimmerAssistantModel, MuseGlimmerConfig, MuseGlimmerForConditionalGeneration
 from transformers.cache_utils import DFlashCache
 
@@ -199,6 +199,12 @@ def test_the_first_row_drafts_if_the_config_or_its_publisher_says_so(
     narrow(name, tmp_path)
     change_drafter(tmp_path, {"sample_from_anchor": stated})
     assert read_drafter(name, tmp_path).num_drafts == drafts
+
+
+def test_a_drafter_of_few_tokens_knows_the_targets_ids_of_them(tmp_path: Path) -> None:
+    narrow("speculators, dflash", tmp_path)
+    head = read_block(tmp_path, published_target("speculators, dflash"))
+    assert head.target_ids is not None and torch.equal(head.target_ids, DRAFTED)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "jetspec"])

@@ -2,11 +2,13 @@
 
 import copy
 import re
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from packed_weights import random_weight
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextScaledWordEmbedding
@@ -18,8 +20,9 @@ from specdec.kvcache.layout import PrimaryLoc, layout_from_config
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.description.decoder_parts import Unfusable
 from specdec.layers.description.families import FAMILIES
-from specdec.layers.description.merge import is_merged
+from specdec.layers.description.merge import are_alike, is_merged, merge
 from specdec.layers.fuse import FusedEmbedding, fuse, fuse_embedding
+from specdec.layers.packed.packed_modules import PackedLinear
 from specdec.layers.rope_store import Destination
 from specdec.modules.private_copy import private_copy
 from specdec.modules.transformers_names import family_name
@@ -268,6 +271,27 @@ def test_weights_stay_the_users(make_target: Callable[..., Any], tmp_path: Any):
     again = fuse(private_copy(model.model), REFERENCE)
     assert again.parts.layers[0].qkv.data_ptr() == merged.data_ptr()
     assert is_merged([attention.q_proj.weight, attention.k_proj.weight])
+
+
+@pytest.mark.parametrize("kept", ["a storage of its own", "transposed"])
+def test_weights_that_only_lie_next_to_each_other_are_merged_like_others(kept: str):
+    """As in one file that is mapped into memory: they are no rows of the first one's storage, nor in its order."""
+    file = bytearray(struct.pack("8f", *range(8)))
+    if kept == "transposed":
+        first, second = torch.frombuffer(file, dtype=torch.float32).view(2, 2, 2)
+        second = second.t()
+    else:
+        first, second = (torch.frombuffer(file, dtype=torch.float32, count=4, offset=at).view(2, 2) for at in (0, 16))
+    values = torch.cat([first, second])
+    assert second.data_ptr() == first.data_ptr() + 16 and not is_merged([first, second])
+    assert merge([first, second]).equal(values) and is_merged([first, second])
+
+
+def test_products_with_zeros_and_without_are_not_alike():
+    """A checkpoint of several formats may have both. Joined, the zeros would be fewer than the scales."""
+    plain, other = (PackedLinear(random_weight("int4", 16, 32)) for _ in range(2))
+    with_zeros = PackedLinear(random_weight("int4-zeros", 16, 32))
+    assert are_alike([plain, other]) and not are_alike([plain, with_zeros]) and not are_alike([with_zeros, plain])
 
 
 class Adapter(nn.Linear):

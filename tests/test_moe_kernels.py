@@ -172,6 +172,14 @@ def test_a_pick_of_groups_by_eye(normalised, poison_empty):
         torch.testing.assert_close(routing.weights, wanted)
 
 
+def test_experts_of_scores_near_zero_weigh_nothing_and_are_numbers(poison_empty):
+    """The weights of the chosen are divided by their sum, which is 0 in float32."""
+    router = Router(torch.ones(3, 1, device=DEVICE), 2, sigmoid=True, min_sum=1e-20)
+    x = torch.tensor([[-200.0]], device=DEVICE)
+    for routing in (route(x, router), reference_route(x, router)):
+        torch.testing.assert_close(routing.weights, torch.zeros(1, 2, device=DEVICE))
+
+
 def test_equal_logits_choose_the_lower_expert(poison_empty):
     router = Router(torch.ones(5, 16, device=DEVICE), 3)
     routing = route(torch.randn(2, 16, device=DEVICE), router)

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from specdec.draft_models.checkpoints.checkpoint_files import equals_weight
+from specdec.errors import UnsupportedModelError
 from specdec.layers.packed.packed_modules import PackedLinear
 from specdec.layers.packed.packed_weight import dequantised, numbers_of
 from specdec.models.quantised.formats import (
@@ -107,6 +108,28 @@ def test_a_column_of_gptq_by_eye(layout, stored):
     assert torch.equal(weight, weight[:1, :8].repeat(8, 4))
 
 
+def test_a_word_of_zeros_may_have_more_than_the_weight_has_rows():
+    tensors = {
+        "weight_packed": torch.zeros((4, 4), dtype=torch.int32),
+        "weight_scale": torch.ones((4, 1)),
+        "weight_zero_point": torch.tensor([[0x3210]], dtype=torch.int32),
+    }
+    weight = read_as(Int4(COMPRESSED_INT4, 32, symmetric=False), tensors, [4, 32])
+    assert weight.zeros.tolist() == [[0.0, 1.0, 2.0, 3.0]] and weight.zeros.is_contiguous()
+
+
+def test_a_row_of_gptq_may_be_one_group():
+    """A group_size of -1: all columns are in group 0."""
+    tensors = {
+        "qweight": torch.full((8, 8), 0x76543210, dtype=torch.int32),
+        "qzeros": torch.full((1, 1), 0x77777777, dtype=torch.int32),
+        "scales": torch.full((1, 8), 0.5, dtype=torch.float16),
+        "g_idx": torch.zeros(64, dtype=torch.int32),
+    }
+    weight = read_as(Int4(GPTQ_V1, None, symmetric=True), tensors, [8, 64])
+    assert weight.group == 64 and dequantised(weight, torch.float32)[7, 56:].tolist() == [x / 2 for x in range(-8, 0)]
+
+
 def test_a_word_of_awq_by_eye():
     """The nibbles 0, 1, ... 7 of a word are the numbers of rows 0, 2, 4, 6, 1, 3, 5, 7."""
     words = torch.full((1, 1), 0x76543210, dtype=torch.int32)
@@ -164,6 +187,8 @@ def test_zeros_of_symmetric_gptq_are_not_kept():
 
 # configs
 
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 32}
+
 
 @pytest.mark.parametrize("method", ["torchao", "bitsandbytes", "hqq"])
 def test_formats_that_only_transformers_reads_are_left_to_it(method):
@@ -174,6 +199,51 @@ def test_activations_rounded_as_they_come_do_not_matter():
     dynamic = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
     config = compressed({"num_bits": 8, "type": "float", "strategy": "channel"}, "float-quantized", dynamic)
     assert quantization_of(config).format_of("linear").title == "FP8 by channel"
+
+
+def test_a_group_of_a_config_may_name_its_own_format():
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+    config = compressed(weights, "mixed-precision")
+    config["config_groups"]["group_0"]["format"] = "mxfp4-pack-quantized"
+    assert quantization_of(config).format_of("linear") == Mxfp4(of_experts=False)
+
+
+def test_targets_are_names_then_patterns_then_classes():
+    """In any order of the config and of their letters."""
+    sizes = {"Linear": 32, "re:.*proj$": 64, "transformer.proj": 128}
+    groups = {
+        target: {"targets": [target], "weights": {"num_bits": 4, "strategy": "group", "group_size": size}}
+        for target, size in sizes.items()
+    }
+    read = quantization_of({**compressed({}, "pack-quantized"), "config_groups": groups})
+    assert [read.format_of(name).group_size for name in ("head", "a.proj", "transformer.proj")] == [32, 64, 128]
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, 64),  # AWQ's older names
+        ({**AUTO_ROUND, "extra_config": {r"mlp\.u": {"group_size": 64}}}, 64),  # a pattern anywhere in the name
+        ({**AUTO_ROUND, "extra_config": {"mlp.up": {"group_size": 64}}}, 32),  # a name
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"+:up": {"group_size": 64}}}, 32),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {r"+:mlp\.": {"group_size": 64}}}, 64),
+    ],
+)
+def test_names_of_settings_and_of_modules_mean_what_their_tool_means(config, size):
+    """GPTQ's patterns are of the beginnings of names."""
+    assert quantization_of(config).format_of("mlp.up_proj").group_size == size
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int8"}, "packed in int8"),
+        ({**AUTO_ROUND, "act_bits": 8}, "act_bits 8"),
+    ],
+)
+def test_settings_that_change_values_are_refused_by_the_config(config, said):
+    with pytest.raises(UnsupportedModelError, match=said):
+        quantization_of(config)
 
 
 def test_a_packed_weight_equals_no_plain_one():
