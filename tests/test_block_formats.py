@@ -174,6 +174,17 @@ def test_a_shape_is_what_its_drafter_is_read_as(shape: str, published: str, tmp_
     assert SHAPES[shape].drafts["block"].num_steps == read.num_drafts
 
 
+@pytest.mark.parametrize(
+    ("name", "windows"), [("DFlash, sliding", (6, 6, 6, 6, None)), ("speculators, dflash, sliding", (6, 6))]
+)
+def test_a_key_at_the_edge_of_a_window_is_visible_as_the_format_says(
+    name: str, windows: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    """The windows of the configs are 6 and 5."""
+    narrow(name, tmp_path)
+    assert read_drafter(name, tmp_path).windows == windows
+
+
 def test_logits_are_capped_as_the_config_says(tmp_path: Path) -> None:
     """The key was accepted, and ignored unless the layers were Gemma 4's."""
     narrow("z-lab/Qwen3-8B-DFlash-b16", tmp_path)

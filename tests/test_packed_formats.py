@@ -12,10 +12,10 @@ import torch
 from packed_checkpoints import compressed
 from packed_weights import random_weight
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from specdec.draft_models.checkpoints.checkpoint_files import equals_weight
-from specdec.errors import UnsupportedModelError
+from specdec.draft_models.checkpoints.checkpoint_files import equals_weight, require_float_weights
+from specdec.errors import CheckpointError, UnsupportedModelError
 from specdec.layers.packed.packed_modules import PackedLinear
 from specdec.layers.packed.packed_weight import dequantised, numbers_of
 from specdec.models.quantised.formats import (
@@ -246,6 +246,16 @@ def test_settings_that_change_values_are_refused_by_the_config(config, said):
         quantization_of(config)
 
 
+def test_whole_numbers_are_a_fault_of_a_checkpoint_only_where_they_are_read(tmp_path):
+    save_file({"linear.weight": torch.zeros(2, 2, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    model = torch.nn.Module()
+    with pytest.raises(CheckpointError, match=r"linear\.weight is stored in whole numbers"):
+        require_float_weights(tmp_path, model, ["other.weight"])
+    require_float_weights(tmp_path, model, ["linear.weight"])
+    model._keys_to_ignore_on_load_unexpected = [r"^linear\."]
+    require_float_weights(tmp_path, model, [])
+
+
 def test_a_packed_weight_equals_no_plain_one():
     """A drafter that stores a plain copy of it would otherwise share it. `PackedLinear.weight` made that so."""
     module = PackedLinear(random_weight("int4", 16, 32))
@@ -253,3 +263,4 @@ def test_a_packed_weight_equals_no_plain_one():
     plain = torch.nn.Linear(32, 16, bias=False)
     plain.weight.data.copy_(copy)
     assert equals_weight(copy, plain) and not equals_weight(copy, module)
+    assert equals_weight(copy.double(), plain), "in another type"
