@@ -256,6 +256,12 @@ def test_settings_that_change_nothing_are_accepted(changes, folder) -> None:
     assert changed(folder, changes) == SPEC
 
 
+def test_a_head_without_a_vocabulary_has_the_targets(folder) -> None:
+    none = {"lm_head.weight": None, "d2t": None, "t2d": None}
+    stated = {"tie_word_embeddings": True, "draft_vocab_size": 60, "vocab_size": 64}
+    assert changed(folder, none | stated) == replace(SPEC, draft_vocab_size=None)
+
+
 def test_a_table_may_be_padded(folder) -> None:
     padded = {"embed_tokens.weight": torch.ones(64, 16), "vocab_size": 64, "t2d": PADDED}
     assert changed(folder, padded) == replace(SPEC, owns_embed=True)

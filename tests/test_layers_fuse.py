@@ -273,18 +273,21 @@ def test_weights_stay_the_users(make_target: Callable[..., Any], tmp_path: Any):
     assert is_merged([attention.q_proj.weight, attention.k_proj.weight])
 
 
-@pytest.mark.parametrize("kept", ["a storage of its own", "transposed"])
+@pytest.mark.parametrize("kept", ["storages of their own", "one transposed", "both transposed"])
 def test_weights_that_only_lie_next_to_each_other_are_merged_like_others(kept: str):
     """As in one file that is mapped into memory: they are no rows of the first one's storage, nor in its order."""
     file = bytearray(struct.pack("8f", *range(8)))
-    if kept == "transposed":
-        first, second = torch.frombuffer(file, dtype=torch.float32).view(2, 2, 2)
-        second = second.t()
+    whole = torch.frombuffer(file, dtype=torch.float32)
+    if kept == "both transposed":
+        first, second = whole.view(2, 4).t().chunk(2)
+    elif kept == "one transposed":
+        first, second = whole[:4].view(2, 2), whole[4:].view(2, 2).t()
     else:
         first, second = (torch.frombuffer(file, dtype=torch.float32, count=4, offset=at).view(2, 2) for at in (0, 16))
     values = torch.cat([first, second])
-    assert second.data_ptr() == first.data_ptr() + 16 and not is_merged([first, second])
-    assert merge([first, second]).equal(values) and is_merged([first, second])
+    assert not is_merged([first, second])
+    merged = merge([first, second])
+    assert merged.equal(values) and merged.is_contiguous() and is_merged([first, second])
 
 
 def test_products_with_zeros_and_without_are_not_alike():
@@ -366,5 +369,6 @@ class Shifted(nn.Embedding):
 def test_an_embedding_that_does_more_is_left_alone():
     hooked = nn.Embedding(5, 8)
     hooked.register_forward_hook(lambda module, args, out: out * 2)
-    for module in (hooked, Shifted(5, 8), nn.Embedding(5, 8, max_norm=1.0), nn.Linear(5, 8)):
+    turned = nn.Embedding(5, 8, _weight=torch.randn(8, 5).t())
+    for module in (hooked, turned, Shifted(5, 8), nn.Embedding(5, 8, max_norm=1.0), nn.Linear(5, 8)):
         assert fuse_embedding(module, REFERENCE) is module

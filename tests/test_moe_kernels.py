@@ -172,12 +172,13 @@ def test_a_pick_of_groups_by_eye(normalised, poison_empty):
         torch.testing.assert_close(routing.weights, wanted)
 
 
-def test_experts_of_scores_near_zero_weigh_nothing_and_are_numbers(poison_empty):
-    """The weights of the chosen are divided by their sum, which is 0 in float32."""
-    router = Router(torch.ones(3, 1, device=DEVICE), 2, sigmoid=True, min_sum=1e-20)
-    x = torch.tensor([[-200.0]], device=DEVICE)
-    for routing in (route(x, router), reference_route(x, router)):
-        torch.testing.assert_close(routing.weights, torch.zeros(1, 2, device=DEVICE))
+def test_experts_of_scores_that_are_0_are_chosen_by_logits_and_weigh_numbers(poison_empty):
+    """Weights of a sigmoid's are divided by their sum, 0 in float32."""
+    x = torch.tensor([[0.0, -200.0, -150.0]], device=DEVICE)
+    table, last = torch.eye(3, device=DEVICE), torch.eye(3, device=DEVICE)[1:2].repeat(3, 1)
+    for choose in (route, reference_route):
+        assert choose(x, Router(table, 2)).experts.tolist() == [[0, 2]]
+        assert choose(x, Router(last, 2, sigmoid=True, min_sum=1e-20)).weights.tolist() == [[pytest.approx(0)] * 2]
 
 
 def test_equal_logits_choose_the_lower_expert(poison_empty):
@@ -248,8 +249,10 @@ def test_a_pick_among_many_equals_is_a_stable_sort(num_experts, dtype):
 @pytest.mark.parametrize("dtype", PICKED, ids=str)
 def test_a_row_without_numbers_still_picks_experts_that_exist(dtype):
     """What comes of it is no number either, but its neighbours' weights are read where they are."""
-    routing = pick(torch.full((1, 5), float("nan"), device=DEVICE, dtype=dtype), 3)
-    assert len({*routing.experts[0].tolist()} & {*range(5)}) == 3
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    for number in (torch.tensor(float("nan"), dtype=dtype), torch.tensor(-1, dtype=bits).view(dtype)):
+        routing = pick(number.to(DEVICE).expand(1, 5).contiguous(), 3)
+        assert len({*routing.experts[0].tolist()} & {*range(5)}) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])

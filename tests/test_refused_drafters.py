@@ -260,11 +260,14 @@ def test_a_key_that_changes_the_computation_is_refused_by_name(key, place, tmp_p
     refused(kind, tmp_path, {place + key: UNREAD[key]}, UnsupportedModelError, key)
 
 
-def test_a_head_of_another_width_needs_a_table(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("lacks", "others"), [("embed_tokens.weight", {}), ("fc.weight", {"eagle_config.use_aux_hidden_state": False})]
+)
+def test_a_head_of_another_width_needs_a_table_and_a_projection(lacks, others, tmp_path) -> None:
     spec = replace(SPEC, hidden_size=20, owns_embed=True)
     write_head(tmp_path, fresh(spec), TARGET)
-    change_drafter(tmp_path, {"embed_tokens.weight": None})
-    with pytest.raises(CheckpointError, match=r"tensor embed_tokens.weight is missing; config.json has hidden_size=20"):
+    change_drafter(tmp_path, {lacks: None, **others})
+    with pytest.raises(CheckpointError, match=rf"tensor {lacks} is missing; config.json has hidden_size=20"):
         read_head(tmp_path, TARGET)
 
 
