@@ -66,6 +66,19 @@ def test_loading_arguments_of_a_drafter_that_is_not_loaded_are_refused(drafter, 
 # no tokenizer, no prompt, no such role
 
 
+def test_a_checkpoint_in_a_subfolder_is_read_and_mismatches_are_always_reported(make_target, tmp_path):
+    model = make_target("llama")
+    model.save_pretrained(tmp_path / "inner")
+    options = {"subfolder": "inner", "ignore_mismatched_sizes": True}
+    checkpoint = model_loading.Checkpoint.from_name(tmp_path, options)
+    loaded = checkpoint.load(torch.float32, torch.device("cpu"))
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict())
+    config = tmp_path / "inner" / "config.json"
+    config.write_text(config.read_text().replace('"intermediate_size": 48', '"intermediate_size": 40'))
+    with pytest.raises(CheckpointError, match=r"is \[32, 48\], and by the config\.json it would be \[32, 40\]"):
+        model_loading.Checkpoint.from_name(tmp_path, options).load(torch.float32, torch.device("cpu"))
+
+
 def test_a_folder_without_a_tokenizer_says_that_there_is_no_text(without_tokenizer, caplog):
     """The text of its outputs was empty, without a word; token ids work."""
     engine = load(without_tokenizer)
