@@ -30,6 +30,8 @@ from proved_models import SHARED
 from tiny_families import spread
 from watched_drafts import Proposal, watch_proposals
 
+FIRST_SLIDES = {"transformer_layer_config.layer_types": ["sliding_attention", "full_attention"]}
+
 
 @pytest.fixture
 def narrow_target(make_target: Callable[..., Any]) -> Callable[[int], Any]:
@@ -175,14 +177,26 @@ def test_a_shape_is_what_its_drafter_is_read_as(shape: str, published: str, tmp_
 
 
 @pytest.mark.parametrize(
-    ("name", "windows"), [("DFlash, sliding", (6, 6, 6, 6, None)), ("speculators, dflash, sliding", (6, 6))]
+    ("name", "kinds", "windows"),
+    [
+        ("DFlash, sliding", {}, (6, 6, 6, 6, None)),
+        ("speculators, dflash, sliding", {}, (6, 6)),
+        ("speculators, dspark, sliding", FIRST_SLIDES, (6, None)),
+        ("meta-models/Muse-Glimmer-30B-assistant", {}, (6, 6)),
+    ],
 )
 def test_a_key_at_the_edge_of_a_window_is_visible_as_the_format_says(
-    name: str, windows: tuple[int | None, ...], tmp_path: Path
+    name: str, kinds: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path
 ) -> None:
-    """The windows of the configs are 6 and 5."""
+    """The window of DFlash's config is 6, that of the others 5."""
     narrow(name, tmp_path)
-    assert read_drafter(name, tmp_path).windows == windows
+    assert read_drafter(name, change_drafter(tmp_path, kinds)).windows == windows
+
+
+def test_a_block_of_one_row_drafts_if_its_first_row_does(tmp_path: Path) -> None:
+    name = "deepseek-ai/dspark_qwen3_8b_block7"
+    narrow(name, tmp_path)
+    assert read_drafter(name, change_drafter(tmp_path, {"block_size": 1})).num_drafts == 1
 
 
 def test_logits_are_capped_as_the_config_says(tmp_path: Path) -> None:
@@ -240,3 +254,10 @@ def test_copies_of_the_targets_vocabulary_are_shared(
         change_drafter(tmp_path, {"embed_tokens.weight": table.detach(), "lm_head.weight": lm_head.detach()})
     head = block_drafter(tmp_path, TargetModel(model)).head
     assert (head.embed_tokens is None, head.lm_head is None) == (same, same)
+
+
+def test_a_head_with_a_bias_is_no_copy_of_the_targets(make_target: Callable[..., Any], tmp_path: Path) -> None:
+    narrow("deepseek-ai/dspark_qwen3_8b_block7", tmp_path)
+    model = make_target("qwen3", vocab_size=VOCAB, num_hidden_layers=36)
+    change_drafter(tmp_path, {"lm_head.weight": model.lm_head.weight.detach(), "lm_head.bias": torch.ones(VOCAB)})
+    assert block_drafter(tmp_path, TargetModel(model)).head.lm_head is not None

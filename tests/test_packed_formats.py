@@ -30,6 +30,7 @@ from specdec.models.quantised.formats import (
     nibbles,
 )
 from specdec.models.quantised.quantization_config import quantization_of
+from specdec.models.weight_storage import NONE, grid_of, rounded_to
 
 from marks import deep_cases, slow
 
@@ -254,6 +255,18 @@ def test_whole_numbers_are_a_fault_of_a_checkpoint_only_where_they_are_read(tmp_
     require_float_weights(tmp_path, model, ["linear.weight"])
     model._keys_to_ignore_on_load_unexpected = [r"^linear\."]
     require_float_weights(tmp_path, model, [])
+
+
+def test_weights_are_judged_to_be_rounded_without_zeros_and_by_half_of_the_layers():
+    plain = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    assert grid_of(plain * (plain > 0)) == NONE, "a sparse weight"
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(torch.nn.Linear(256, 64, bias=False) for _ in range(3))
+    for weight, layer in zip((plain.to(torch.float8_e4m3fn), plain, plain), model.layers, strict=True):
+        layer.weight.data.copy_(weight)
+    assert rounded_to(model) is None
+    model.layers = model.layers[:2]
+    assert rounded_to(model) == "8 bits"
 
 
 def test_a_packed_weight_equals_no_plain_one():

@@ -90,6 +90,12 @@ def test_a_folder_without_a_tokenizer_says_that_there_is_no_text(without_tokeniz
             ask()
 
 
+def test_a_tokenizer_that_transformers_makes_up_is_none(make_target, tmp_path):
+    """Of some model types, from no file: it has special tokens alone."""
+    make_target("gemma2").save_pretrained(tmp_path)
+    assert model_loading.load_tokenizer(tmp_path) is None
+
+
 def test_a_tokenizer_that_cannot_be_loaded_is_named_with_the_reason(without_tokenizer, caplog):
     """A file that was cut off counted as none, and one of a list instead of an object was a traceback."""
     for name, text, why in (("tokenizer.json", '{"a": "1', "Unterminated"), ("tokenizer_config.json", "[]", "list")):
@@ -185,9 +191,10 @@ def test_an_unknown_hub_id_without_network_is_one_sentence_at_once(no_network, m
 @pytest.mark.parametrize("variable", ["http_proxy", "all_proxy"])
 def test_a_proxy_that_is_away_is_named(variable, no_network, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://hub.example")
-    monkeypatch.setenv(variable, "http://localhost:9")
-    with pytest.raises(CheckpointError, match="localhost cannot be reached"):
-        model_loading.require_hub("nobody/nothing", {})
+    for proxy in ("http://localhost:9", "localhost:9"):
+        monkeypatch.setenv(variable, proxy)
+        with pytest.raises(CheckpointError, match="localhost cannot be reached"):
+            model_loading.require_hub("nobody/nothing", {})
 
 
 def test_nothing_is_tried_offline_or_for_what_is_in_the_cache(monkeypatch):
