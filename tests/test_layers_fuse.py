@@ -275,7 +275,7 @@ def test_weights_stay_the_users(make_target: Callable[..., Any], tmp_path: Any):
 
 @pytest.mark.parametrize("kept", ["storages of their own", "one transposed", "both transposed"])
 def test_weights_that_only_lie_next_to_each_other_are_merged_like_others(kept: str):
-    """As in one file that is mapped into memory: they are no rows of the first one's storage, nor in its order."""
+    """Weights of a file that is mapped into memory are no rows of the first one's storage, nor in its order."""
     file = bytearray(struct.pack("8f", *range(8)))
     whole = torch.frombuffer(file, dtype=torch.float32)
     if kept == "both transposed":

@@ -13,6 +13,7 @@ from packed_checkpoints import compressed
 from packed_weights import random_weight
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import Gemma3Config
 
 from specdec.draft_models.checkpoints.checkpoint_files import equals_weight, require_float_weights
 from specdec.errors import CheckpointError, UnsupportedModelError
@@ -29,6 +30,7 @@ from specdec.models.quantised.formats import (
     WeightFormat,
     nibbles,
 )
+from specdec.models.quantised.packed_quantizer import without_quantization
 from specdec.models.quantised.quantization_config import quantization_of
 from specdec.models.weight_storage import NONE, grid_of, rounded_to
 
@@ -255,6 +257,14 @@ def test_whole_numbers_are_a_fault_of_a_checkpoint_only_where_they_are_read(tmp_
     require_float_weights(tmp_path, model, ["linear.weight"])
     model._keys_to_ignore_on_load_unexpected = [r"^linear\."]
     require_float_weights(tmp_path, model, [])
+
+
+def test_a_quantization_config_of_the_text_is_left_out_of_a_copy_too():
+    config = Gemma3Config()
+    config.quantization_config = config.text_config.quantization_config = {"quant_method": "fp8"}
+    plain = without_quantization(config)
+    assert not any(hasattr(part, "quantization_config") for part in (plain, plain.text_config))
+    assert all(hasattr(part, "quantization_config") for part in (config, config.text_config))
 
 
 def test_weights_are_judged_to_be_rounded_without_zeros_and_by_half_of_the_layers():

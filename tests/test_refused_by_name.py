@@ -91,7 +91,7 @@ def test_a_folder_without_a_tokenizer_says_that_there_is_no_text(without_tokeniz
 
 
 def test_a_tokenizer_that_transformers_makes_up_is_none(make_target, tmp_path):
-    """Of some model types, from no file: it has special tokens alone."""
+    """transformers makes it of some model types, from no file, and it has special tokens alone."""
     make_target("gemma2").save_pretrained(tmp_path)
     assert model_loading.load_tokenizer(tmp_path) is None
 
