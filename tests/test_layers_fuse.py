@@ -314,6 +314,10 @@ def change(model: Any, what: str) -> None:
             model.rotary_emb.rope_type = "spiral"
         case "dtype":
             second.half()
+        case "bias of down":
+            second.mlp.down_proj.bias = nn.Parameter(torch.zeros(32))
+        case "bias of k":
+            first.self_attn.k_proj.bias = None
         case "gates":
             first.self_attn.gate_per_head = False
         case "class":
@@ -329,6 +333,8 @@ def change(model: Any, what: str) -> None:
         ("llama", {}, "rope", "type 'spiral'"),
         ("llama", {}, "dtype", "more than one dtype"),
         ("llama", {}, "class", "Other has no fused form"),
+        ("llama", {}, "bias of down", "MLP has biases"),
+        ("qwen2", {}, "bias of k", "some of its attention projections have biases"),
         ("step3p7", {}, "gates", "gated by channel"),
         ("cohere", {"use_qk_norm": True}, "", "norms of queries and keys have weights [[4, 8], [2, 8]]"),
         ("granite", {"mlp_bias": True}, "", "MLP has biases"),
