@@ -175,6 +175,10 @@ def test_blocks_of_fp8_that_do_not_divide_the_weight():
     assert weight.group == 16
     each = scales.repeat_interleave(16, 0)[:24].repeat_interleave(32, 1)[:, :48]
     assert torch.equal(dequantised(weight, torch.float32), numbers.float() * each)
+    scales = torch.rand(24, 2, generator=torch.Generator().manual_seed(1))
+    weight = read_as(Fp8(((1, 32),)), {"weight": numbers, "weight_scale": scales}, [24, 48])
+    each = scales.repeat_interleave(32, 1)[:, :48]
+    assert torch.equal(dequantised(weight, torch.float32), numbers.float() * each), "groups of one row, too"
 
 
 def test_zeros_of_symmetric_gptq_are_not_kept():
