@@ -81,7 +81,7 @@ def dspark(ids: list[int], layers: int = 5, base: Mapping[str, Any] = DEEPSPEC, 
 
 def speculators(kind: str, entered: list[int], layers: int, block_size: int, **more: Any) -> dict[str, Any]:
     """Return a flat config: `narrow` moves the keys of layers to their place."""
-    top = {"architectures": [f"{kind}DraftModel"], "model_type": "speculator_model", "speculators_version": "0.9.0"}
+    top = {"architectures": [f"{kind}DraftModel"], "speculators_version": "0.9.0"}
     top |= {"speculators_model_type": kind.lower(), "speculators_config": {"algorithm": kind.lower()}}
     top |= {"aux_hidden_state_layer_ids": entered, "mask_token_id": VOCAB - 1, "tie_word_embeddings": False}
     return {**top, **QWEN3, "block_size": block_size, "num_hidden_layers": layers, "attention_bias": False, **more}
@@ -166,6 +166,7 @@ def narrow(name: str, folder: Path, seed: int = 0) -> int:
         moved = [key for key in (*LAYER_KEYS, "attention_bias") if key in config and key != "model_type"]
         layer = {key: config.pop(key) for key in moved} | {"model_type": "qwen3"}
         config |= {"transformer_layer_config": layer, "draft_vocab_size": drafted or VOCAB}
+        config["model_type"] = "speculator_model"
         config.pop("num_target_layers")
     if config["model_type"] == "muse_glimmer_assistant":
         for key in ("vocab_size", "num_target_layers"):
@@ -196,6 +197,7 @@ def write_drafter(kind: str, folder: Path) -> Path:
         for name in ("eagle_config", "architectures", "torch_dtype"):
             layer.pop(name)
         top = {"speculators_model_type": "eagle3", "draft_vocab_size": 20, "norm_before_residual": False}
+        top["model_type"] = "speculator_model"
         config = top | {AUX_IDS: [2, 4, 5], "transformer_layer_config": layer}
         (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -205,9 +207,12 @@ def read_drafter(kind: str, folder: Path) -> Any:
     """Read a drafter's spec."""
     if kind not in PUBLISHED:
         return read_head(folder, TARGET).spec
+    return read_block(folder, published_target(kind)).spec
+
+
+def published_target(kind: str) -> Any:
     layout = SimpleNamespace(layers=range(PUBLISHED[kind][0]))
-    target: Any = SimpleNamespace(name="target", layout=layout, hidden_size=32, vocab_size=VOCAB)
-    return read_block(folder, target).spec
+    return SimpleNamespace(name="target", layout=layout, hidden_size=32, vocab_size=VOCAB)
 
 
 def change_drafter(folder: Path, changes: Mapping[str, Any]) -> Path:

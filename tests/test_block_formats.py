@@ -12,7 +12,7 @@ import pytest
 import torch
 from block_heads import written_block
 from block_reference import Checkpoint, accepted_lengths, draft
-from drafter_folders import PUBLISHED, VOCAB, change_drafter, narrow, read_drafter
+from drafter_folders import DRAFTED, PUBLISHED, VOCAB, change_drafter, narrow, published_target, read_drafter
 from transformers import MuseGlimmerAssistantModel, MuseGlimmerConfig, MuseGlimmerForConditionalGeneration
 from transformers.cache_utils import DFlashCache
 
@@ -29,6 +29,8 @@ from marks import examples, slow, usual_cases
 from proved_models import SHARED
 from tiny_families import spread
 from watched_drafts import Proposal, watch_proposals
+
+FIRST_SLIDES = {"transformer_layer_config.layer_types": ["sliding_attention", "full_attention"]}
 
 
 @pytest.fixture
@@ -174,6 +176,29 @@ def test_a_shape_is_what_its_drafter_is_read_as(shape: str, published: str, tmp_
     assert SHAPES[shape].drafts["block"].num_steps == read.num_drafts
 
 
+@pytest.mark.parametrize(
+    ("name", "kinds", "windows"),
+    [
+        ("DFlash, sliding", {}, (6, 6, 6, 6, None)),
+        ("speculators, dflash, sliding", {}, (6, 6)),
+        ("speculators, dspark, sliding", FIRST_SLIDES, (6, None)),
+        ("meta-models/Muse-Glimmer-30B-assistant", {}, (6, 6)),
+    ],
+)
+def test_a_key_at_the_edge_of_a_window_is_visible_as_the_format_says(
+    name: str, kinds: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    """The window of DFlash's config is 6, that of the others 5."""
+    narrow(name, tmp_path)
+    assert read_drafter(name, change_drafter(tmp_path, kinds)).windows == windows
+
+
+def test_a_block_of_one_row_drafts_if_its_first_row_does(tmp_path: Path) -> None:
+    name = "deepseek-ai/dspark_qwen3_8b_block7"
+    narrow(name, tmp_path)
+    assert read_drafter(name, change_drafter(tmp_path, {"block_size": 1})).num_drafts == 1
+
+
 def test_logits_are_capped_as_the_config_says(tmp_path: Path) -> None:
     """The key was accepted, and ignored unless the layers were Gemma 4's."""
     narrow("z-lab/Qwen3-8B-DFlash-b16", tmp_path)
@@ -201,6 +226,12 @@ def test_the_first_row_drafts_if_the_config_or_its_publisher_says_so(
     assert read_drafter(name, tmp_path).num_drafts == drafts
 
 
+def test_a_drafter_of_few_tokens_knows_the_targets_ids_of_them(tmp_path: Path) -> None:
+    narrow("speculators, dflash", tmp_path)
+    head = read_block(tmp_path, published_target("speculators, dflash"))
+    assert head.target_ids is not None and torch.equal(head.target_ids, DRAFTED)
+
+
 @pytest.mark.parametrize("kind", ["dflash", "jetspec"])
 def test_what_is_written_is_read(kind: str, tmp_path: Path, make_target: Callable[..., Any]) -> None:
     model = make_target("qwen3")
@@ -223,3 +254,10 @@ def test_copies_of_the_targets_vocabulary_are_shared(
         change_drafter(tmp_path, {"embed_tokens.weight": table.detach(), "lm_head.weight": lm_head.detach()})
     head = block_drafter(tmp_path, TargetModel(model)).head
     assert (head.embed_tokens is None, head.lm_head is None) == (same, same)
+
+
+def test_a_head_with_a_bias_is_no_copy_of_the_targets(make_target: Callable[..., Any], tmp_path: Path) -> None:
+    narrow("deepseek-ai/dspark_qwen3_8b_block7", tmp_path)
+    model = make_target("qwen3", vocab_size=VOCAB, num_hidden_layers=36)
+    change_drafter(tmp_path, {"lm_head.weight": model.lm_head.weight.detach(), "lm_head.bias": torch.ones(VOCAB)})
+    assert block_drafter(tmp_path, TargetModel(model)).head.lm_head is not None

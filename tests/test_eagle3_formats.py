@@ -15,6 +15,7 @@ from drafter_folders import IDS, SPEC, TARGET, change_drafter, fresh, read_draft
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 
+from specdec.draft_models.checkpoints.checkpoint_files import damaged_file, tensor_files
 from specdec.draft_models.checkpoints.drafter_formats import AUX_IDS, HARMLESS, OUTPUT_IDS, SPECFORGE, is_eagle3_config
 from specdec.draft_models.eagle3.checkpoint import read_head, resolve_aux_ids, write_head
 from specdec.draft_models.eagle3.head import Eagle3Spec
@@ -154,6 +155,18 @@ def test_files_next_to_the_weights_are_no_part_of_a_head(folder: Path, caplog: p
     assert read_drafter("SpecForge", folder) == SPEC
 
 
+def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path: Path) -> None:
+    """Others are found too, such as MTP modules that were copied next to a model."""
+    for file, names in (("listed", "a"), ("other", "ab")):
+        save_file({name: torch.ones(1) for name in names}, tmp_path / f"{file}.safetensors")
+    index = {"metadata": {}, "weight_map": {"a": "listed.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert {name: path.stem for name, path in tensor_files(tmp_path).items()} == {"a": "listed", "b": "other"}
+    assert damaged_file(tmp_path) is None
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
+    assert 'has no "metadata"' in str(damaged_file(tmp_path)), "which transformers reads"
+
+
 def test_legacy_names_of_state_norms(folder: Path) -> None:
     names = {f"aux_norm_{part}.weight": torch.full((16,), float(i)) for i, part in enumerate(("low", "mid", "high"))}
     norms = read_head(change_drafter(folder, {"fc_norm": True, **names}), TARGET).state_dict()
@@ -178,6 +191,8 @@ def test_legacy_names_of_state_norms(folder: Path) -> None:
         ({"sliding_window": 9, "model_type": "qwen3", "max_window_layers": 0}, (None,)),  # not to be used
         ({"sliding_window": 9, "layer_types": ["full_attention"]}, (None,)),
         ({"sliding_window": 9, "layer_types": ["sliding_attention"] * 4}, (9,)),  # the target's list, cut
+        ({"sliding_window": 9, "layer_types": ["sliding_attention", "linear_attention"]}, (9,)),
+        ({"use_sliding_window": True, "model_type": "qwen3", "max_window_layers": 0}, (None,)),  # of no size
     ],
 )
 def test_sliding_windows(layer, windows, folder) -> None:
@@ -187,8 +202,9 @@ def test_sliding_windows(layer, windows, folder) -> None:
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
-BOTH = {"rope_scaling": LLAMA3, "rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "rope_theta": 5e5}
+BOTH = {"rope_scaling": LLAMA3, "rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "rope_theta": 1e4}
 DEFAULT = {"rope_type": "default", "rope_theta": 1e6}
+YARN = {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7, "mscale_all_dim": 0.7}
 MROPE = DEFAULT | {"mrope_section": [1, 1, 1]}
 
 
@@ -199,6 +215,7 @@ MROPE = DEFAULT | {"mrope_section": [1, 1, 1]}
         ({"rope_theta": 500000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}, LINEAR),
         ({"rope_theta": 10000.0, "rope_parameters": DEFAULT}, DEFAULT),
         (BOTH, LLAMA3 | {"rope_theta": 5e5}),  # as SpecForge exports it
+        ({"rope_scaling": YARN}, YARN | {"rope_theta": 1e4}),
         ({"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}}, MROPE),  # Qwen2.5-VL
     ],
 )
@@ -237,6 +254,17 @@ PADDED = torch.zeros(64, dtype=torch.bool).index_fill_(0, IDS, True)
 )
 def test_settings_that_change_nothing_are_accepted(changes, folder) -> None:
     assert changed(folder, changes) == SPEC
+
+
+def test_a_head_without_a_vocabulary_has_the_targets(folder) -> None:
+    none = {"lm_head.weight": None, "d2t": None, "t2d": None}
+    stated = {"tie_word_embeddings": True, "draft_vocab_size": 60, "vocab_size": 64}
+    assert changed(folder, none | stated) == replace(SPEC, draft_vocab_size=None)
+
+
+def test_a_table_may_be_padded(folder) -> None:
+    padded = {"embed_tokens.weight": torch.ones(64, 16), "vocab_size": 64, "t2d": PADDED}
+    assert changed(folder, padded) == replace(SPEC, owns_embed=True)
 
 
 @pytest.mark.parametrize("config_class", [PreTrainedConfig, LlamaConfig, Qwen3Config, MistralConfig])

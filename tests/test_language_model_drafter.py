@@ -173,6 +173,22 @@ def test_other_vocabularies_are_refused_with_the_reason(make_target, tmp_path):
             Engine.from_pretrained(model, str(tmp_path), tokenizer=tokenizer)
 
 
+def test_a_few_tokens_more_on_one_side_are_the_same_vocabulary(make_target, tmp_path):
+    """The other never writes them; so many that they are no additions are another vocabulary."""
+    model, words = make_target("llama"), {f"w{number}": number for number in range(200)}
+    model.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words)))
+    for count in (199, 197):
+        few = dict(list(words.items())[:count])
+        Tokenizer(WordLevel(few, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
+        if count == 199:
+            assert Engine.from_pretrained(model, str(tmp_path), tokenizer=tokenizer).drafter.name == "language_model"
+            continue
+        with pytest.raises(UnsupportedModelError, match="has 197 tokens and the target 200"):
+            Engine.from_pretrained(model, str(tmp_path), tokenizer=tokenizer)
+
+
 def test_a_larger_padding_of_the_same_vocabulary(make_target, make_engine, random_prompt):
     """Tokens that the target has not are never drafted, and a smaller vocabulary is filled up."""
     model = make_target("llama")

@@ -2,11 +2,13 @@
 
 import copy
 import re
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from packed_weights import random_weight
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextScaledWordEmbedding
@@ -18,8 +20,9 @@ from specdec.kvcache.layout import PrimaryLoc, layout_from_config
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.description.decoder_parts import Unfusable
 from specdec.layers.description.families import FAMILIES
-from specdec.layers.description.merge import is_merged
+from specdec.layers.description.merge import are_alike, is_merged, merge
 from specdec.layers.fuse import FusedEmbedding, fuse, fuse_embedding
+from specdec.layers.packed.packed_modules import PackedLinear
 from specdec.layers.rope_store import Destination
 from specdec.modules.private_copy import private_copy
 from specdec.modules.transformers_names import family_name
@@ -270,6 +273,30 @@ def test_weights_stay_the_users(make_target: Callable[..., Any], tmp_path: Any):
     assert is_merged([attention.q_proj.weight, attention.k_proj.weight])
 
 
+@pytest.mark.parametrize("kept", ["storages of their own", "one transposed", "both transposed"])
+def test_weights_that_only_lie_next_to_each_other_are_merged_like_others(kept: str):
+    """Weights of a file that is mapped into memory are no rows of the first one's storage, nor in its order."""
+    file = bytearray(struct.pack("8f", *range(8)))
+    whole = torch.frombuffer(file, dtype=torch.float32)
+    if kept == "both transposed":
+        first, second = whole.view(2, 4).t().chunk(2)
+    elif kept == "one transposed":
+        first, second = whole[:4].view(2, 2), whole[4:].view(2, 2).t()
+    else:
+        first, second = (torch.frombuffer(file, dtype=torch.float32, count=4, offset=at).view(2, 2) for at in (0, 16))
+    values = torch.cat([first, second])
+    assert not is_merged([first, second])
+    merged = merge([first, second])
+    assert merged.equal(values) and merged.is_contiguous() and is_merged([first, second])
+
+
+def test_products_with_zeros_and_without_are_not_alike():
+    """A checkpoint of several formats may have both. Joined, the zeros would be fewer than the scales."""
+    plain, other = (PackedLinear(random_weight("int4", 16, 32)) for _ in range(2))
+    with_zeros = PackedLinear(random_weight("int4-zeros", 16, 32))
+    assert are_alike([plain, other]) and not are_alike([plain, with_zeros]) and not are_alike([with_zeros, plain])
+
+
 class Adapter(nn.Linear):
     """Another class than the layers' own."""
 
@@ -287,6 +314,10 @@ def change(model: Any, what: str) -> None:
             model.rotary_emb.rope_type = "spiral"
         case "dtype":
             second.half()
+        case "bias of down":
+            second.mlp.down_proj.bias = nn.Parameter(torch.zeros(32))
+        case "bias of k":
+            first.self_attn.k_proj.bias = None
         case "gates":
             first.self_attn.gate_per_head = False
         case "class":
@@ -302,6 +333,8 @@ def change(model: Any, what: str) -> None:
         ("llama", {}, "rope", "type 'spiral'"),
         ("llama", {}, "dtype", "more than one dtype"),
         ("llama", {}, "class", "Other has no fused form"),
+        ("llama", {}, "bias of down", "MLP has biases"),
+        ("qwen2", {}, "bias of k", "some of its attention projections have biases"),
         ("step3p7", {}, "gates", "gated by channel"),
         ("cohere", {"use_qk_norm": True}, "", "norms of queries and keys have weights [[4, 8], [2, 8]]"),
         ("granite", {"mlp_bias": True}, "", "MLP has biases"),
@@ -342,5 +375,6 @@ class Shifted(nn.Embedding):
 def test_an_embedding_that_does_more_is_left_alone():
     hooked = nn.Embedding(5, 8)
     hooked.register_forward_hook(lambda module, args, out: out * 2)
-    for module in (hooked, Shifted(5, 8), nn.Embedding(5, 8, max_norm=1.0), nn.Linear(5, 8)):
+    turned = nn.Embedding(5, 8, _weight=torch.randn(8, 5).t())
+    for module in (hooked, turned, Shifted(5, 8), nn.Embedding(5, 8, max_norm=1.0), nn.Linear(5, 8)):
         assert fuse_embedding(module, REFERENCE) is module

@@ -1,5 +1,6 @@
 """The kernels of specdec.layers against their references: odd sizes, strides, every option; rows that do not meet."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +22,19 @@ from specdec.layers.gemm.linear import (
     reference_gated_linear,
     reference_linear,
 )
-from specdec.layers.gemm.product import Product, SplitK, Tiles, choose_split_k, finish, reference_activate
+from specdec.layers.gemm.product import (
+    Product,
+    SplitK,
+    Tiles,
+    choose_split_k,
+    finish,
+    reference_activate,
+    reference_finish,
+)
 from specdec.layers.head_gates import gate_heads
+from specdec.layers.moe.experts import Experts, apply_experts, reference_apply_experts
 from specdec.layers.moe.fork_join import fork_norm, join_norm, reference_fork_norm, reference_join_norm
+from specdec.layers.moe.routing import Routing
 from specdec.layers.norm import Norm, norm, reference_norm
 from specdec.layers.per_layer_embedding import gated_projection
 from specdec.layers.rope_store import Heads, Rotary, reference_rope_store, rope_store, rotary
@@ -367,3 +378,14 @@ def test_gated_projection_gives_a_row_the_same_bits_with_any_other_rows(width: i
     whole = projected(slice(None))
     for rows in (slice(7, 8), slice(64), slice(65), slice(40, 200), slice(44, 300)):
         assert torch.equal(projected(rows), whole[rows]), rows
+
+
+def test_experts_of_a_clamped_silu_by_eye():
+    """The gate is 10 x, up is -20 x; neither of their factors is above 7."""
+    gate_up, one = torch.tensor([[[10.0], [-20.0]]], device=DEVICE), torch.ones(2, 1, device=DEVICE)
+    experts = Experts(gate_up, one[:1, None], "silu_clamped", limit=7.0)
+    x, routing = torch.tensor([[1.0], [-1.0]], device=DEVICE), Routing(torch.zeros_like(one, dtype=torch.int32), one)
+    want = torch.tensor([[-49.0], [-10 * 7 / (1 + math.exp(10))]], device=DEVICE)
+    torch.testing.assert_close(reference_finish(reference_apply_experts(x, routing, experts)), want)
+    for few in (True, False):
+        torch.testing.assert_close(finish(apply_experts(x, routing, experts, few=few)), want)

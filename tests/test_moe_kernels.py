@@ -172,6 +172,15 @@ def test_a_pick_of_groups_by_eye(normalised, poison_empty):
         torch.testing.assert_close(routing.weights, wanted)
 
 
+def test_experts_of_scores_that_are_0_are_chosen_by_logits_and_weigh_numbers(poison_empty):
+    """Weights of a sigmoid's are divided by their sum, 0 in float32."""
+    x = torch.tensor([[0.0, -200.0, -150.0]], device=DEVICE)
+    table, last = torch.eye(3, device=DEVICE), torch.eye(3, device=DEVICE)[1:2].repeat(3, 1)
+    for choose in (route, reference_route):
+        assert choose(x, Router(table, 2)).experts.tolist() == [[0, 2]]
+        assert choose(x, Router(last, 2, sigmoid=True, min_sum=1e-20)).weights.tolist() == [[pytest.approx(0)] * 2]
+
+
 def test_equal_logits_choose_the_lower_expert(poison_empty):
     router = Router(torch.ones(5, 16, device=DEVICE), 3)
     routing = route(torch.randn(2, 16, device=DEVICE), router)
@@ -240,8 +249,10 @@ def test_a_pick_among_many_equals_is_a_stable_sort(num_experts, dtype):
 @pytest.mark.parametrize("dtype", PICKED, ids=str)
 def test_a_row_without_numbers_still_picks_experts_that_exist(dtype):
     """What comes of it is no number either, but its neighbours' weights are read where they are."""
-    routing = pick(torch.full((1, 5), float("nan"), device=DEVICE, dtype=dtype), 3)
-    assert len({*routing.experts[0].tolist()} & {*range(5)}) == 3
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    for number in (torch.tensor(float("nan"), dtype=dtype), torch.tensor(-1, dtype=bits).view(dtype)):
+        routing = pick(number.to(DEVICE).expand(1, 5).contiguous(), 3)
+        assert len({*routing.experts[0].tolist()} & {*range(5)}) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])

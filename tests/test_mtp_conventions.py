@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.cli.app import app
 from specdec.doctor import diagnose
-from specdec.draft_models.native_mtp.conventions import by_token, clear_winner
-from specdec.draft_models.native_mtp.mtp_checkpoint import write_conventions
+from specdec.draft_models.native_mtp.conventions import all_conventions, by_token, clear_winner, difference
+from specdec.draft_models.native_mtp.mtp_checkpoint import native_mtp_drafter, write_conventions
 from specdec.draft_models.native_mtp.mtp_drafter import MtpFamily, NativeMtpDrafter
-from specdec.draft_models.native_mtp.mtp_module import MtpModule, read_parts
+from specdec.draft_models.native_mtp.mtp_module import MtpModule, nearest_mlp, read_parts
 from specdec.loading.model_loading import Checkpoint, load_tokenizer
 from specdec.models.published import HELD_OUT_PROBLEMS
 from specdec.models.target import TargetModel
@@ -194,6 +194,24 @@ def test_a_watch_reads_the_end_of_a_prompt_and_no_short_answers() -> None:
         (list(range(300 - 256, 309)), 256),
         (list(range(12)), 4),
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "others"), [("exaone4", [0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3]), ("ernie", [0, 1, 1, 2])]
+)
+def test_conventions_are_tried_from_the_nearest_on_and_each_once(name: str, others: list[int], tmp_path: Path) -> None:
+    """State, carry and kind of block; without a norm of the modules' own, a carry is the same before and after it."""
+    published = publish(name, tmp_path)
+    drafter = native_mtp_drafter(published.folder, TargetModel(published.model))
+    assert [difference(drafter, each).count("->") for each in all_conventions(drafter)] == others
+
+
+def test_an_mlp_is_like_the_nearest_of_its_kind() -> None:
+    experts, dense = (nn.ModuleDict({name: nn.Linear(1, 1)}) for name in ("experts", "up"))
+    mixed, plain = SimpleNamespace(layers=[experts, dense] * 2), SimpleNamespace(layers=[dense] * 3)
+    assert [nearest_mlp(mixed, like, True) for like in (-1, 0, 1)] == [2, 0, 0]
+    assert [nearest_mlp(mixed, like, False) for like in (-1, 0, 2)] == [3, 1, 1]
+    assert nearest_mlp(plain, -1, True) == 2, "none is"
 
 
 def test_observations_are_by_token() -> None:

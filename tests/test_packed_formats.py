@@ -12,9 +12,11 @@ import torch
 from packed_checkpoints import compressed
 from packed_weights import random_weight
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import Gemma3Config
 
-from specdec.draft_models.checkpoints.checkpoint_files import equals_weight
+from specdec.draft_models.checkpoints.checkpoint_files import equals_weight, require_float_weights
+from specdec.errors import CheckpointError, UnsupportedModelError
 from specdec.layers.packed.packed_modules import PackedLinear
 from specdec.layers.packed.packed_weight import dequantised, numbers_of
 from specdec.models.quantised.formats import (
@@ -28,7 +30,9 @@ from specdec.models.quantised.formats import (
     WeightFormat,
     nibbles,
 )
+from specdec.models.quantised.packed_quantizer import without_quantization
 from specdec.models.quantised.quantization_config import quantization_of
+from specdec.models.weight_storage import NONE, grid_of, rounded_to
 
 from marks import deep_cases, slow
 
@@ -107,6 +111,28 @@ def test_a_column_of_gptq_by_eye(layout, stored):
     assert torch.equal(weight, weight[:1, :8].repeat(8, 4))
 
 
+def test_a_word_of_zeros_may_have_more_than_the_weight_has_rows():
+    tensors = {
+        "weight_packed": torch.zeros((4, 4), dtype=torch.int32),
+        "weight_scale": torch.ones((4, 1)),
+        "weight_zero_point": torch.tensor([[0x3210]], dtype=torch.int32),
+    }
+    weight = read_as(Int4(COMPRESSED_INT4, 32, symmetric=False), tensors, [4, 32])
+    assert weight.zeros.tolist() == [[0.0, 1.0, 2.0, 3.0]] and weight.zeros.is_contiguous()
+
+
+def test_a_row_of_gptq_may_be_one_group():
+    """A group_size of -1: all columns are in group 0."""
+    tensors = {
+        "qweight": torch.full((8, 8), 0x76543210, dtype=torch.int32),
+        "qzeros": torch.full((1, 1), 0x77777777, dtype=torch.int32),
+        "scales": torch.full((1, 8), 0.5, dtype=torch.float16),
+        "g_idx": torch.zeros(64, dtype=torch.int32),
+    }
+    weight = read_as(Int4(GPTQ_V1, None, symmetric=True), tensors, [8, 64])
+    assert weight.group == 64 and dequantised(weight, torch.float32)[7, 56:].tolist() == [x / 2 for x in range(-8, 0)]
+
+
 def test_a_word_of_awq_by_eye():
     """The nibbles 0, 1, ... 7 of a word are the numbers of rows 0, 2, 4, 6, 1, 3, 5, 7."""
     words = torch.full((1, 1), 0x76543210, dtype=torch.int32)
@@ -149,6 +175,10 @@ def test_blocks_of_fp8_that_do_not_divide_the_weight():
     assert weight.group == 16
     each = scales.repeat_interleave(16, 0)[:24].repeat_interleave(32, 1)[:, :48]
     assert torch.equal(dequantised(weight, torch.float32), numbers.float() * each)
+    scales = torch.rand(24, 2, generator=torch.Generator().manual_seed(1))
+    weight = read_as(Fp8(((1, 32),)), {"weight": numbers, "weight_scale": scales}, [24, 48])
+    each = scales.repeat_interleave(32, 1)[:, :48]
+    assert torch.equal(dequantised(weight, torch.float32), numbers.float() * each), "groups of one row, too"
 
 
 def test_zeros_of_symmetric_gptq_are_not_kept():
@@ -164,6 +194,8 @@ def test_zeros_of_symmetric_gptq_are_not_kept():
 
 # configs
 
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 32}
+
 
 @pytest.mark.parametrize("method", ["torchao", "bitsandbytes", "hqq"])
 def test_formats_that_only_transformers_reads_are_left_to_it(method):
@@ -176,6 +208,81 @@ def test_activations_rounded_as_they_come_do_not_matter():
     assert quantization_of(config).format_of("linear").title == "FP8 by channel"
 
 
+def test_a_group_of_a_config_may_name_its_own_format():
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+    config = compressed(weights, "mixed-precision")
+    config["config_groups"]["group_0"]["format"] = "mxfp4-pack-quantized"
+    assert quantization_of(config).format_of("linear") == Mxfp4(of_experts=False)
+
+
+def test_targets_are_names_then_patterns_then_classes():
+    """In any order of the config and of their letters."""
+    sizes = {"Linear": 32, "re:.*proj$": 64, "transformer.proj": 128}
+    groups = {
+        target: {"targets": [target], "weights": {"num_bits": 4, "strategy": "group", "group_size": size}}
+        for target, size in sizes.items()
+    }
+    read = quantization_of({**compressed({}, "pack-quantized"), "config_groups": groups})
+    assert [read.format_of(name).group_size for name in ("head", "a.proj", "transformer.proj")] == [32, 64, 128]
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, 64),  # AWQ's older names
+        ({**AUTO_ROUND, "extra_config": {r"mlp\.u": {"group_size": 64}}}, 64),  # a pattern anywhere in the name
+        ({**AUTO_ROUND, "extra_config": {"mlp.up": {"group_size": 64}}}, 32),  # a name
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"+:up": {"group_size": 64}}}, 32),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {r"+:mlp\.": {"group_size": 64}}}, 64),
+    ],
+)
+def test_names_of_settings_and_of_modules_mean_what_their_tool_means(config, size):
+    """GPTQ's patterns are of the beginnings of names."""
+    assert quantization_of(config).format_of("mlp.up_proj").group_size == size
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int8"}, "packed in int8"),
+        ({**AUTO_ROUND, "act_bits": 8}, "act_bits 8"),
+    ],
+)
+def test_settings_that_change_values_are_refused_by_the_config(config, said):
+    with pytest.raises(UnsupportedModelError, match=said):
+        quantization_of(config)
+
+
+def test_whole_numbers_are_a_fault_of_a_checkpoint_only_where_they_are_read(tmp_path):
+    save_file({"linear.weight": torch.zeros(2, 2, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    model = torch.nn.Module()
+    with pytest.raises(CheckpointError, match=r"linear\.weight is stored in whole numbers"):
+        require_float_weights(tmp_path, model, ["other.weight"])
+    require_float_weights(tmp_path, model, ["linear.weight"])
+    model._keys_to_ignore_on_load_unexpected = [r"^linear\."]
+    require_float_weights(tmp_path, model, [])
+
+
+def test_a_quantization_config_of_the_text_is_left_out_of_a_copy_too():
+    config = Gemma3Config()
+    config.quantization_config = config.text_config.quantization_config = {"quant_method": "fp8"}
+    plain = without_quantization(config)
+    assert not any(hasattr(part, "quantization_config") for part in (plain, plain.text_config))
+    assert all(hasattr(part, "quantization_config") for part in (config, config.text_config))
+
+
+def test_weights_are_judged_to_be_rounded_without_zeros_and_by_half_of_the_layers():
+    plain = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    assert grid_of(plain * (plain > 0)) == NONE, "a sparse weight"
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(torch.nn.Linear(256, 64, bias=False) for _ in range(3))
+    for weight, layer in zip((plain.to(torch.float8_e4m3fn), plain, plain), model.layers, strict=True):
+        layer.weight.data.copy_(weight)
+    assert rounded_to(model) is None
+    model.layers = model.layers[:2]
+    assert rounded_to(model) == "8 bits"
+
+
 def test_a_packed_weight_equals_no_plain_one():
     """A drafter that stores a plain copy of it would otherwise share it. `PackedLinear.weight` made that so."""
     module = PackedLinear(random_weight("int4", 16, 32))
@@ -183,3 +290,4 @@ def test_a_packed_weight_equals_no_plain_one():
     plain = torch.nn.Linear(32, 16, bias=False)
     plain.weight.data.copy_(copy)
     assert equals_weight(copy, plain) and not equals_weight(copy, module)
+    assert equals_weight(copy.double(), plain), "in another type"

@@ -90,6 +90,12 @@ def test_coarse_scales_are_repeated():
     assert coarse.with_repeated_scales().group == 64
 
 
+def test_a_row_of_4_bits_may_be_one_group():
+    weight, x = random_weight("int4", 70, 32, dtype=torch.float16), torch.randn(3, 32, device=DEVICE).half()
+    assert weight.group == 32 and not weight.has_row_scales
+    close(finish(linear(x, weight)), reference_finish(reference_linear(x, weight)))
+
+
 @pytest.mark.parametrize("form", CODES)
 def test_many_rows_over_packed_weights(form: str):
     """Two tiles of x for one of the weight, ranges of K, a bias, a gate, short tiles; tiles that nothing divides: the

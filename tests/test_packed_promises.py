@@ -305,6 +305,7 @@ DEFECTS: dict[str, tuple[list[str], Callable[[Checkpoint], Any], str]] = {
     "two scales": (["fp8-block"], added("weight_scale", torch.ones(6, 4)), r"weight_scale and weight_scale_inv"),
     "another's scale": (["fp8-channel"], added("weight_scale_inv", torch.ones(96, 1)), r"has weight_scale_inv"),
     "plain, and a scale": (LLAMA, plain_beside_scale, r"plain weight \(bfloat16\), and {weight}\w+"),
+    "bias of experts": (["mxfp4"], added(f"{LAYER}.mlp.experts.a_bias", torch.ones(4, 96)), r"a_bias is not read as"),
     "stored twice": (["mxfp4"], added(f"{LAYER}.mlp.experts.down_proj", torch.ones(4, 96, 64)), r"is stored twice"),
     # types
     "scales in int8": ([*NAMES], retyped("scales", torch.int8), r"{weight}{scales} is .* in int8"),
@@ -523,6 +524,7 @@ SAME: dict[str, tuple[list[str], Callable[[Checkpoint], Any]]] = {
         both(*(added(f"{LAYER}.self_attn.{name}", ONES) for name in ("k_scale", "v_scale"))),
     ),
     "scales of K/V in projections": (LLAMA, added(f"{LAYER}.self_attn.k_proj.k_scale", ONES)),
+    "zeros of K/V": (CT_INT4, added(f"{LAYER}.self_attn.k_zero_point", ONES)),
     "scales of K/V by their older name": (LLAMA, added(f"{LAYER}.self_attn.v_proj.output_scale", ONES)),
     "a scheme of K/V": (CT_INT4, configured(kv_cache_scheme={"num_bits": 8, "type": "float", "dynamic": False})),
     "a bias of zeros": (LLAMA, added("bias", torch.zeros(96))),

@@ -1,12 +1,17 @@
 """How near a model's packed rows must be to its own forward, and layers that are named or called in other ways."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
 
 from specdec import SamplingParams
 from specdec.errors import UnsupportedModelError
-from specdec.models.probe import Tolerance, prove
+from specdec.kvcache.layer_context import AttentionCall
+from specdec.kvcache.layout import KVLayout
+from specdec.models.probe import Tolerance, prove, require_finite
+from specdec.models.probe_context import ProbeContext
 from specdec.models.target import TargetModel
 
 
@@ -61,6 +66,62 @@ def test_a_weight_that_is_no_number_is_named_and_not_the_attention(make_target):
     model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
     with pytest.raises(UnsupportedModelError, match=r"NaN or infinite; model\.layers\.1\.mlp\.up_proj\.weight"):
         TargetModel(model)
+
+
+def test_a_buffer_that_is_no_number_is_named_too():
+    module = torch.nn.BatchNorm1d(2)
+    module.running_mean[1] = float("inf")
+    with pytest.raises(UnsupportedModelError, match="NaN or infinite; running_mean holds such values too"):
+        require_finite("it", module, torch.tensor([float("nan")]))
+
+
+def test_every_row_must_agree_where_products_are_exact():
+    rows = torch.eye(5)
+    found = rows.clone()
+    found[3, 3] = 2.0
+    assert not Tolerance(True, float).holds(found, rows, 1) and Tolerance(False, float).holds(found, rows, 1)
+
+
+def rows_of(heads: int, dim: int = 8, count: int = 3) -> torch.Tensor:
+    return torch.ones(1, heads, count, dim)
+
+
+CALL = AttentionCall(1, rows_of(4), rows_of(2), rows_of(2), 1.0, 5, None, None, {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({}, None),
+        ({"layer": 3}, "reports layer_idx 3, but the config has 3 layers"),
+        ({"layer": -1}, "reports layer_idx -1"),
+        ({"layer": 2}, "reads the K/V of a layer that has not run"),
+        ({"layer": 0, "sliding_window": None}, "calls attention more than once"),
+        ({"key": rows_of(4)}, "its owner keeps heads x size [(2, 8), (2, 8)]"),
+        ({"value": rows_of(2, 4)}, "its owner keeps heads x size"),
+        ({"value": rows_of(2).half()}, "one dtype is supported"),
+        ({"query": rows_of(4).half()}, "one dtype is supported"),
+        ({"query": rows_of(3)}, "do not group over (2, 8) keys"),
+        ({"query": rows_of(4, 4)}, "do not group over (2, 8) keys"),
+        ({"query": rows_of(4, 8, 2)}, "asks for 2 queries and 3 keys for 3 tokens"),
+        ({"key": rows_of(2, 8, 4)}, "asks for 3 queries and 4 keys for 3 tokens"),
+        ({"sliding_window": 4}, "uses sliding_window=4, but the config says 5"),
+        ({"sinks": torch.ones(2)}, "attention sinks of shape (2,)"),
+        ({"sinks": torch.ones(4)}, None),
+        ({"extra": {"bias": torch.ones(1)}}, "passes ['bias'] to attention"),
+        ({"extra": {"bias": 3}}, None),
+    ],
+)
+def test_a_call_that_a_cache_could_not_serve_is_a_fault(changes, fault):
+    """Layer 2 reads the K/V of layer 1."""
+    layout = KVLayout.from_windows((None, 5, 5), 2, 8)
+    layout = layout.map(lambda spec: replace(spec, owner=min(spec.layer, 1)))
+    context = ProbeContext(layout, torch.zeros(3, dtype=torch.int64), torch.arange(3))
+    context.attend(CALL._replace(layer=0, sliding_window=None))
+    call = CALL._replace(**changes)
+    assert context.attend(call).shape == (1, call.query.shape[2], call.query.shape[1], call.value.shape[3])
+    assert context.faults.keys() == (set() if fault is None else {call.layer})
+    assert fault is None or fault in context.faults[call.layer]
 
 
 def test_layers_may_lie_under_another_name():

@@ -225,6 +225,13 @@ def test_plain_torch_is_refused_on_a_gpu() -> None:
     require_recurrent(target, config, TritonBackend())
 
 
+def test_steps_of_mamba_are_within_the_limits_of_its_config(make_target) -> None:
+    """A target is served only if its mixers compute what its own forward does."""
+    model = make_target("granitemoehybrid", fresh=True, time_step_limit=(0.4, 0.5))
+    assert model.model.layers[0].mamba.time_step_limit == (0.4, 0.5)
+    assert TargetModel(model).recurrent
+
+
 def test_records_of_8_bits_are_refused(make_target, make_engine) -> None:
     with pytest.raises(ConfigError, match=r"kv_dtype='fp8', and .* has recurrent layers, whose records"):
         make_engine(make_target("qwen3_5"), kv_dtype="fp8")

@@ -66,6 +66,19 @@ def test_loading_arguments_of_a_drafter_that_is_not_loaded_are_refused(drafter, 
 # no tokenizer, no prompt, no such role
 
 
+def test_a_checkpoint_in_a_subfolder_is_read_and_mismatches_are_always_reported(make_target, tmp_path):
+    model = make_target("llama")
+    model.save_pretrained(tmp_path / "inner")
+    options = {"subfolder": "inner", "ignore_mismatched_sizes": True}
+    checkpoint = model_loading.Checkpoint.from_name(tmp_path, options)
+    loaded = checkpoint.load(torch.float32, torch.device("cpu"))
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict())
+    config = tmp_path / "inner" / "config.json"
+    config.write_text(config.read_text().replace('"intermediate_size": 48', '"intermediate_size": 40'))
+    with pytest.raises(CheckpointError, match=r"is \[32, 48\], and by the config\.json it would be \[32, 40\]"):
+        model_loading.Checkpoint.from_name(tmp_path, options).load(torch.float32, torch.device("cpu"))
+
+
 def test_a_folder_without_a_tokenizer_says_that_there_is_no_text(without_tokenizer, caplog):
     """The text of its outputs was empty, without a word; token ids work."""
     engine = load(without_tokenizer)
@@ -75,6 +88,12 @@ def test_a_folder_without_a_tokenizer_says_that_there_is_no_text(without_tokeniz
     for ask in (lambda: engine.generate("Hi"), lambda: engine.chat("Hi")):
         with pytest.raises(ConfigError, match="need a tokenizer"):
             ask()
+
+
+def test_a_tokenizer_that_transformers_makes_up_is_none(make_target, tmp_path):
+    """transformers makes it of some model types, from no file, and it has special tokens alone."""
+    make_target("gemma2").save_pretrained(tmp_path)
+    assert model_loading.load_tokenizer(tmp_path) is None
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_named_with_the_reason(without_tokenizer, caplog):
@@ -172,9 +191,10 @@ def test_an_unknown_hub_id_without_network_is_one_sentence_at_once(no_network, m
 @pytest.mark.parametrize("variable", ["http_proxy", "all_proxy"])
 def test_a_proxy_that_is_away_is_named(variable, no_network, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://hub.example")
-    monkeypatch.setenv(variable, "http://localhost:9")
-    with pytest.raises(CheckpointError, match="localhost cannot be reached"):
-        model_loading.require_hub("nobody/nothing", {})
+    for proxy in ("http://localhost:9", "localhost:9"):
+        monkeypatch.setenv(variable, proxy)
+        with pytest.raises(CheckpointError, match="localhost cannot be reached"):
+            model_loading.require_hub("nobody/nothing", {})
 
 
 def test_nothing_is_tried_offline_or_for_what_is_in_the_cache(monkeypatch):

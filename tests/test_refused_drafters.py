@@ -36,6 +36,7 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         ({"architectures": ["PEagleDraftModel"]}, "a P-EAGLE drafter .PEagleDraftModel.; .*use an EAGLE-3 head"),
         ({"head_dim": 7}, "head_dim=7; .* even"),
+        ({"head_dim": None, "num_attention_heads": 32}, "head_dim=0; .* even"),  # more heads than columns
         ({"hidden_act": "swish2"}, "hidden_act='swish2' is not an activation"),
         ({"midlayer.self_attn.q_proj.weight": None}, r"there is no layers\.0\.self_attn\.q_proj\.weight"),
         ({"eagle_config." + AUX_IDS: ["1", "2"]}, r"auxiliary layers \['1', '2'\] .*the target has states 0\.\.8"),
@@ -54,8 +55,10 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type='dynamic'.*llama3"),
         ({"rope_scaling": YARN | {"slope": 3}}, "slope=3 of its RoPE is not known"),
         ({"rope_scaling": YARN | {"mscale": 0.5}}, "mscale=0.5 and mscale_all_dim=None"),
+        ({"rope_scaling": YARN | {"mscale_all_dim": 0.5}}, "mscale=None and mscale_all_dim=0.5"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention=.* is not known"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "sliding_attention=.* is not known"),
     ],
     DFLASH: [
         ({"architectures": ["DFlash2DraftModel"]}, "a DFlash2 drafter .* convolution"),
@@ -135,11 +138,16 @@ DOES_NOT_FIT: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"d2t": None}, "lm_head has 20 rows, the target 60 tokens, and there is no d2t"),
         ({"lm_head.weight": None}, "d2t maps 20 draft tokens, lm_head has no rows"),
         ({"d2t": IDS, "t2d": None}, r"tokens 0\.\.76, .* another target's, or .* offsets are expected"),
+        ({"d2t": torch.full((20,), 41), "t2d": None}, r"tokens 41\.\.60, target target has 60"),
+        ({"d2t": torch.full((20,), -1), "t2d": None}, r"tokens -1\.\.18, target"),
+        ({"t2d": torch.ones(60, dtype=torch.bool)}, "d2t and t2d disagree"),
+        ({"t2d": torch.arange(57) < 20, "vocab_size": None}, "d2t and t2d disagree"),
         ({"d2t": -torch.arange(20), "t2d": None}, "two draft tokens to one"),
         ({"t2d": torch.arange(60) % 3 == 1}, "d2t and t2d disagree"),
         # sizes
         ({"num_attention_heads": 8}, r"q_proj.weight is \[24, 32\], .* says \[48, 32\] .*num_attention_heads=8"),
         ({"head_dim": None}, r"q_proj.weight is \[24, 32\].*head_dim=4"),
+        ({"head_dim": None, "model_type": "qwen3"}, r"q_proj.weight is \[24, 32\], the config says \[512, 32\]"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 do not group over num_key_value_heads=3"),
         ({"num_key_value_heads": None}, r"k_proj.*num_key_value_heads=4"),
         ({"num_hidden_layers": 2}, "num_hidden_layers=2, but the file says 1"),
@@ -252,11 +260,14 @@ def test_a_key_that_changes_the_computation_is_refused_by_name(key, place, tmp_p
     refused(kind, tmp_path, {place + key: UNREAD[key]}, UnsupportedModelError, key)
 
 
-def test_a_head_of_another_width_needs_a_table(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("lacks", "others"), [("embed_tokens.weight", {}), ("fc.weight", {"eagle_config.use_aux_hidden_state": False})]
+)
+def test_a_head_of_another_width_needs_a_table_and_a_projection(lacks, others, tmp_path) -> None:
     spec = replace(SPEC, hidden_size=20, owns_embed=True)
     write_head(tmp_path, fresh(spec), TARGET)
-    change_drafter(tmp_path, {"embed_tokens.weight": None})
-    with pytest.raises(CheckpointError, match=r"tensor embed_tokens.weight is missing; config.json has hidden_size=20"):
+    change_drafter(tmp_path, {lacks: None, **others})
+    with pytest.raises(CheckpointError, match=rf"tensor {lacks} is missing; config.json has hidden_size=20"):
         read_head(tmp_path, TARGET)
 
 

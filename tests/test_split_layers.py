@@ -24,6 +24,7 @@ from specdec.attention.plan import Pack, RunSlots
 from specdec.draft_models.lookup import NgramDrafter
 from specdec.gpu.operations import KERNELS, REFERENCE
 from specdec.gpu.ranks import PeerRanks, Ranks, map_tensors
+from specdec.layers.gemm.linear import Mlp
 from specdec.layers.gemm.product import Product, choose_split_k
 from specdec.layers.latent import LatentParts, LatentProduct, expand_latent
 from specdec.layers.moe.experts import Experts, apply_experts, reference_apply_experts
@@ -31,7 +32,7 @@ from specdec.layers.moe.routing import Router, Routing, reference_route, route
 from specdec.layers.norm import Norm
 from specdec.layers.packed.weight_slices import StackedWeights, place_weight
 from specdec.layers.rope_store import Heads
-from specdec.layers.split.layer_shares import layer_share
+from specdec.layers.split.layer_shares import layer_share, obstacle
 from specdec.models.target import TargetModel
 
 from devices import DEVICE
@@ -153,6 +154,26 @@ def test_kernels_of_a_share_make_the_bits_of_the_whole(monkeypatch: pytest.Monke
         columns = expand_latent(product, own, share.heads, KERNELS).parts[0].split(share.heads.sections, 1)
         for kind, part in zip(whole, columns, strict=True):
             assert part.equal(kind.chunk(2, 1)[rank])
+
+
+def test_columns_that_ranges_of_a_sum_do_not_fill_are_on_the_last_rank():
+    """320 are 256 and 64: ranges of an MLP's width may be unequal, but not those of heads."""
+    whole = torch.arange(640.0)[:, None]  # rows of the gate, then of up
+    mlp = Mlp(whole.expand(-1, 64), "silu", whole[:320].T.expand(64, -1))
+    parts = replace(target_of("llama").decoder.parts.layers[0], mlp=mlp, out=torch.empty(64, 320))
+    for rank, own in enumerate((slice(0, 256), slice(256, 320))):
+        share = layer_share(parts, rank, 2)
+        assert share.split_ks.out.by_rows and not share.split_ks.down.by_rows
+        assert share.mlp.down.equal(mlp.down[:, own])
+        gate_up = torch.cat([mlp.gate_up[:320][own], mlp.gate_up[320:][own]])
+        assert torch.cat(share.mlp.gate_up.parts).equal(gate_up)
+
+
+def test_rows_and_columns_that_ranks_exchange_in_pairs_are_even():
+    layer = target_of("llama").decoder.parts.layers[0]
+    for rows, columns, fits in ((64, 64, True), (64, 50, False), (50, 64, False)):
+        reason = obstacle(replace(layer, out=torch.empty(rows, columns)), 2)
+        assert reason is None if fits else f"out weight of {rows} rows and {columns} columns" in str(reason)
 
 
 # experts: a rank computes those that it has, and all get the parts of all

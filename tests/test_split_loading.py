@@ -17,11 +17,13 @@ from split_engines import DETERMINISTIC, TREE, WIDE, answers
 import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import ConfigError, UnsupportedModelError
+from specdec.gpu.operations import REFERENCE
 from specdec.gpu.ranks import Ranks
 from specdec.layers.description.merge import is_merged
 from specdec.layers.packed.packed_weight import PackedWeight
 from specdec.layers.split.split_decoder import SplitDecoder, SplitHead
 from specdec.measurement.transformers_peer import assisted_peer
+from specdec.models.target import TargetModel
 
 from marks import deep, deep_cases, is_deep
 from tiny_families import FULL, build_target, random_eagle3, spread
@@ -222,3 +224,18 @@ def test_transformers_assists_no_target_in_host_memory():
         assert len(assisted_peer(engine, SamplingParams(), 2)) == 1
         engine.target.home = torch.device("meta")
         assert assisted_peer(engine, SamplingParams(), 2) == {}
+
+
+def test_room_for_exchanges_that_is_enough_is_kept(monkeypatch):
+    """Captured rounds of another engine hold its address."""
+    ranks, target = Ranks([torch.device("cpu")] * 2), TargetModel(spread(build_target("llama", **NARROW)), REFERENCE)
+    target.on_ranks(ranks)
+    monkeypatch.setattr(ranks, "reserve", lambda numbers: pytest.fail("reserved again"))
+    assert target.on_ranks(ranks).ranks is ranks
+
+
+def test_a_head_that_does_not_divide_shares_the_embedding_that_it_is_tied_to():
+    sizes = {**NARROW, "tie_word_embeddings": True, "vocab_size": 97}
+    target = TargetModel(spread(build_target("llama", **sizes)), REFERENCE)
+    target = target.on_ranks(Counted([torch.device("cpu")] * 2))
+    assert target.head.weight.data_ptr() == target.decoder.get_input_embeddings().weight.data_ptr()

@@ -186,6 +186,15 @@ def test_the_loss_is_the_cross_entropy_with_the_targets_distribution(make_target
     torch.testing.assert_close(got, want)
 
 
+def test_a_draft_step_without_rows_adds_nothing_to_the_loss(make_target) -> None:
+    """An answer's last token after a prompt of two: the second step begins before the text."""
+    target = TargetModel(make_target("llama"))
+    batch = batch_of(documents([(3, 2)]), 4)
+    known = {"hidden": torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(0))}
+    drafter = Scaled(target, torch.linspace(-1, 1, 96), None)
+    torch.testing.assert_close(draft_loss(drafter, batch, known, 2), draft_loss(drafter, batch, known, 1) / 1.8)
+
+
 def test_the_mean_loss_of_processes_is_that_of_all_their_rows(make_target, monkeypatch) -> None:
     """A process with few tokens of answers weighed as much as one with many."""
     target = TargetModel(make_target("llama"))

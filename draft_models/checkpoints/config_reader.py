@@ -19,7 +19,6 @@ from specdec.draft_models.base import TargetInfo
 from specdec.draft_models.checkpoints.checkpoint_files import (
     ANY,
     NUMBER,
-    POSITIVE,
     ValueKind,
     read_config_json,
     read_tensors,
@@ -199,7 +198,6 @@ def read_settings(config: Config, form: Format) -> HeadSettings:
             raise UnsupportedModelError(f"{where}; specdec runs {form.name} with {key.only[0]} only")
         if not key.kind.holds(value):
             raise CheckpointError(f"{where}, expected {key.kind.allowed}")
-        value = float(value) if key.kind in (NUMBER, POSITIVE) else value
         if key.merged and settings.setdefault(name, value) != value:
             raise CheckpointError(f"{name} is {settings[name]} in one place of its config and {value} in another")
     if missing := [name for name, key in form.keys.items() if key.required and name not in settings]:

@@ -151,7 +151,8 @@ class SplitDecoder(nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=last.view(embeds.shape))
 
     def _layer_inputs(self, sent: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> list[Any]:
-        """Per-layer embeddings [T, L, P] on each rank, or None. sent: embeddings, positions and tokens of each rank."""
+        """Per-layer embeddings on each rank, [T, L, P] and padding after those of the last layers, or None. sent:
+        embeddings, positions and tokens of each rank."""
         own: list[torch.Tensor] = []
         for rank, (hidden, _, tokens) in enumerate(sent):
             tables = self.parts[rank].embeddings
@@ -161,9 +162,8 @@ class SplitDecoder(nn.Module):
                 made = per_layer_inputs(tables, hidden, tokens, self.ops)
                 missing = (own[0] if own else made).shape[1] - made.shape[1]
                 own.append(pad(made, (0, 0, 0, missing)) if missing else made)
-        num_layers = len(self.layers)  # without the padding of the last shares
         whole = side_by_side([made.flatten(1) for made in own], self.ranks)
-        return [product.parts[0].unflatten(1, (-1, own[0].shape[2]))[:, :num_layers] for product in whole]
+        return [product.parts[0].unflatten(1, (-1, own[0].shape[2])) for product in whole]
 
 
 class SplitHead(nn.Module):

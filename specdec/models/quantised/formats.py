@@ -207,7 +207,7 @@ class Int4(WeightFormat):
         numbers = nibbles(words, layout.nibbles).T.contiguous() if layout.across else nibbles(words.T)  # [N, K]
         if zeros is not None:
             zeros = nibbles(zeros + layout.less * 0x11111111, layout.nibbles)[:, : shape[0]]  # [K / G, N]
-            zeros = zeros.to(scales.dtype).contiguous()  # kept even if all are 8, for projections of one form
+            zeros = zeros.to(scales.dtype)  # kept even if all are 8, for projections of one form
         if zeros is not None and self.symmetric:
             if not bool((zeros == PLAIN_ZERO).all()):
                 other = int(zeros[zeros != PLAIN_ZERO][0])
@@ -268,8 +268,6 @@ class Fp8(WeightFormat):
     def tensors(self, num_rows: int, num_columns: int) -> list[ExpectedTensor]:
         shapes: list[Sizes] = []
         for rows, columns in self.tiles:
-            if rows == 1 and columns is not None:
-                groups_of(num_columns, columns)
             sizes = -(-num_rows // (rows or num_rows)), -(-num_columns // (columns or num_columns))
             shapes.append(sizes)
             if columns is None:

@@ -112,8 +112,7 @@ class QuantisedWeights:
         self._name_of = _renaming(model, conversions, self._known)
         self._experts_of = cache(experts_of)
         self._ignored = model._keys_to_ignore_on_load_unexpected or ()
-        tied = model.all_tied_weights_keys
-        self._tied = {**tied, **{source: target for target, source in tied.items()}}
+        self._tied = model.all_tied_weights_keys  # name -> name of the embedding
         self._find_all()
         self._require_whole()
         ignored = [key for key in stored if IGNORABLE.fullmatch(key)]
@@ -215,7 +214,7 @@ class QuantisedWeights:
             )
         weight = StoredWeight(stem, format, tensors, place)
         alike = self.by_module.setdefault(place.path, {}).setdefault(place.last, [])
-        if alike and (alike[0].format, alike[0].form) != (weight.format, weight.form):
+        if alike and alike[0].form != weight.form:
             raise UnsupportedModelError(
                 f"{stem} is stored as {weight.form}, and {alike[0].stem} as {alike[0].form}; experts of a layer are "
                 "read in one format"
