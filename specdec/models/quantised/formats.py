@@ -207,7 +207,7 @@ class Int4(WeightFormat):
         numbers = nibbles(words, layout.nibbles).T.contiguous() if layout.across else nibbles(words.T)  # [N, K]
         if zeros is not None:
             zeros = nibbles(zeros + layout.less * 0x11111111, layout.nibbles)[:, : shape[0]]  # [K / G, N]
-            zeros = zeros.to(scales.dtype)  # kept even if all are 8, for projections of one form
+            zeros = zeros.to(scales.dtype).contiguous()  # kept even if all are 8, for projections of one form
         if zeros is not None and self.symmetric:
             if not bool((zeros == PLAIN_ZERO).all()):
                 other = int(zeros[zeros != PLAIN_ZERO][0])
