@@ -159,11 +159,12 @@ class Sampled:
 
     def __init__(self, output_tokens: int) -> None:
         stats = RequestStats(output_tokens=output_tokens, queue_seconds=0.25)
-        self.handle = SimpleNamespace(finish_reason="length", stats=stats)
+        reason = "length" if output_tokens else "abort"
+        self.handle = SimpleNamespace(finish_reason=reason, num_output=output_tokens, stats=stats)
 
 
 def test_times_of_requests_are_counted_from_their_arrival_their_first_token_and_the_round_before() -> None:
-    """One that ends before its first token has a reason and no times; one of a single token has no time per token."""
+    """One aborted before its first token has a reason and no times; one of a single token has no time per token."""
     engine = MagicMock(samples=[1, 2, 3], config=EngineConfig(), stats=AsyncMock(return_value=EngineStats(running=1)))
     metrics, (many, one, none) = MetricsCollector(engine, "m"), map(Sampled, (5, 1, 0))
     metrics.gained(many, 1.5)
