@@ -63,7 +63,7 @@ class Fp8Pool:
         """Round rows [T, heads, D] and store them at slots [T]."""
         rows = rows.float()
         largest = rows.abs().amax(-1)
-        # divided by a tensor: a GPU divides by a number as it multiplies by the inverse, which rounds twice
+        # by a tensor: on a GPU, torch divides by a number by multiplying with its inverse, which rounds twice
         scales = torch.where(largest == 0, 1.0, largest / torch.full_like(largest, E4M3_MAX))
         self.bits.index_copy_(dim, slots, _paired((rows / scales[..., None]).to(E4M3).view(torch.uint8)))
         self.scales.index_copy_(dim, slots, scales)

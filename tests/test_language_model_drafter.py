@@ -174,7 +174,7 @@ def test_other_vocabularies_are_refused_with_the_reason(make_target, tmp_path):
 
 
 def test_a_few_tokens_more_on_one_side_are_the_same_vocabulary(make_target, tmp_path):
-    """The other never writes them; so many that they are no additions are another vocabulary."""
+    """One added token of 200 is accepted, since the other side never writes it. Three more make another vocabulary."""
     model, words = make_target("llama"), {f"w{number}": number for number in range(200)}
     model.save_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
