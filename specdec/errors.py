@@ -42,6 +42,9 @@ class StoppingError(SpecDecError):
     """The served engine is stopping."""
 
 
+ENGINE_CLOSED = "this engine is closed; make a new one"
+
+
 class RequestFailedError(SpecDecError):
     """The tokenizer, the grammar or a step raised an error in this request. Only this request has ended."""
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from specdec.config import SamplingParams
 from specdec.draft_models.base import Drafter
 from specdec.engine import Engine
-from specdec.errors import SpecDecError, StoppingError
+from specdec.errors import ENGINE_CLOSED, SpecDecError, StoppingError
 from specdec.models.weight_storage import weights_in_words
 from specdec.runtime.calls.arguments import known_keywords, params_for, require_one_request, require_type
 from specdec.runtime.engine_stats import EngineStats
@@ -272,7 +272,7 @@ class AsyncEngine:
         if os.getpid() != self._pid:
             raise SpecDecError("this engine was made in another process, and its thread is there; make one here")
         if self._closing:
-            raise StoppingError("this engine is closed; make a new one")
+            raise StoppingError(ENGINE_CLOSED)
 
 
 def _stop(thread: EngineThread, pools: Sequence[FairPool], pid: int) -> None:

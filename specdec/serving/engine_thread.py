@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 
 from specdec.engine import Engine
-from specdec.errors import ConfigError, RoundFailedError, SpecDecError, StoppingError, error_summary
+from specdec.errors import ENGINE_CLOSED, ConfigError, RoundFailedError, SpecDecError, StoppingError, error_summary
 from specdec.runtime.calls.handle import Handle
 from specdec.runtime.request_output import GenerationOutput, StreamDelta
 
@@ -117,7 +117,7 @@ class EngineThread:
             self._thread.join()
 
     def _run(self) -> None:
-        reason: SpecDecError = StoppingError("this engine is closed; make a new one")
+        reason: SpecDecError = StoppingError(ENGINE_CLOSED)
         try:
             while self._await_work():
                 self.step_began = time.monotonic()

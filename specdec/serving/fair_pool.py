@@ -18,12 +18,11 @@ from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from specdec.errors import ConfigError, QueueFullError, StoppingError
+from specdec.errors import ENGINE_CLOSED, ConfigError, QueueFullError, StoppingError
 
 T = TypeVar("T")
 Begun = tuple[Future[Any], Callable[[], Any]]
 """A job that has begun: its result and its function."""
-CLOSED = "this engine is closed; make a new one"
 CLIENT: ContextVar[str] = ContextVar("specdec_client", default="")
 """The client whose request this task serves: the name of an API key, or an address."""
 
@@ -66,7 +65,7 @@ class FairPool:
         client, job = CLIENT.get(), Future[T]()
         with self._lock:
             if self._closed:
-                job.set_exception(StoppingError(CLOSED))
+                job.set_exception(StoppingError(ENGINE_CLOSED))
                 return job
             self._queues.setdefault(client, {})[job] = function
             begun = self._begin_next()
@@ -88,7 +87,7 @@ class FairPool:
             left = [*self._running, *(job for jobs in self._queues.values() for job in jobs)]
             self._queues.clear()
         for job in left:
-            _fail(job, StoppingError(CLOSED))
+            _fail(job, StoppingError(ENGINE_CLOSED))
 
     def _begin_next(self) -> list[Begun]:
         """Begin the next job that may begin now. Requires the lock."""

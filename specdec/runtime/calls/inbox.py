@@ -13,12 +13,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from specdec.errors import SpecDecError
+from specdec.errors import ENGINE_CLOSED, SpecDecError
 from specdec.modules.weight_watch import weights_lock_held
 from specdec.runtime.request import Request
 from specdec.runtime.steps import Steps
 
-CLOSED = "this engine is closed; make a new one"
 CUT = "this engine was closed before the request had ended; make a new one and ask again"
 
 
@@ -45,7 +44,7 @@ class Inbox:
 
     def require_open(self) -> None:
         if self.closed:
-            raise SpecDecError(CLOSED)
+            raise SpecDecError(ENGINE_CLOSED)
 
     def submit(self, requests: Sequence[Request], priority: int = 0) -> None:
         self.require_open()
@@ -83,7 +82,7 @@ class Inbox:
         while self._arrived:
             request = self._arrived[0]
             if self.closed:
-                request.end("abort", SpecDecError(CLOSED))
+                request.end("abort", SpecDecError(ENGINE_CLOSED))
             elif request.id not in self.live:  # false if a turn was interrupted right here
                 self.live[request.id] = request
                 self._steps.scheduler.submit(request)
