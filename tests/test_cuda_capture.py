@@ -25,7 +25,7 @@ class TwoDevices:
         self.current = self.handles = self.streams = 0
         self.segments: list[dict[str, Any]] = [{"total_size": 1 << 20, "segment_pool_id": (0, 0)}]
         self.outside_allocator = [0, 0]
-        self.replayed: list[tuple[int, int]] = []
+        self.launched: list[tuple[int, str]] = []
         self.while_replayed: Callable[[], None] = lambda: None
         world = self
 
@@ -42,9 +42,10 @@ class TwoDevices:
 
             def instantiate(self) -> None:
                 world.outside_allocator[world.current] += (7, 40)[world.current]
+                world.launched.append((threading.get_ident(), "instantiate"))
 
             def replay(self) -> None:
-                world.replayed.append((threading.get_ident(), world.current))
+                world.launched.append((threading.get_ident(), "replay"))
                 world.while_replayed()
 
         @contextmanager
@@ -63,7 +64,7 @@ class TwoDevices:
             "device": on,
             "stream": streaming,
             "synchronize": lambda device=None: None,
-            "empty_cache": lambda: None,
+            "empty_cache": lambda: self.launched.append((threading.get_ident(), "empty_cache")),
             "graph_pool_handle": self.next_handle,
             "memory_snapshot": lambda: self.segments,
             "mem_get_info": lambda: (1000 - self.outside_allocator[self.current], 1000),
@@ -188,19 +189,25 @@ def test_the_budget_is_what_the_fullest_device_can_give(monkeypatch):
     assert default_budget(torch.device("cpu")) is None
 
 
-def test_threads_launch_graphs_in_one_order_on_all_devices(monkeypatch):
-    """Graphs of two engines on the same devices waited for each other for ever if their launches were interleaved."""
+@pytest.mark.parametrize("action", ["replays", "captures", "closes"])
+def test_what_another_thread_does_waits_until_graphs_of_all_devices_are_launched(action, monkeypatch):
+    """Graphs of two engines on the same devices waited for each other for ever if their launches were interleaved, and
+    a capture or an end of a whole engine on one of them waited for a graph that waited for the next launch."""
     world = TwoDevices(monkeypatch)
     (first, _), (second, _) = (CudaCapture(*DEVICES)(program) for _ in range(2))
-    other = threading.Thread(target=second)
+    whole = CudaCapture(DEVICES[0])
+    actions = {"replays": second, "captures": lambda: whole(program), "closes": lambda: whole.close("draft")}
+    other = threading.Thread(target=actions[action])
 
     def start_other() -> None:
         world.while_replayed = lambda: None
         other.start()
         other.join(timeout=0.1)
 
+    world.launched.clear()
     world.while_replayed = start_other
     first()
     other.join()
-    here, there = threading.get_ident(), world.replayed[-1][0]
-    assert [thread for thread, _ in world.replayed] == [here, here, there, there]
+    here = threading.get_ident()
+    assert [thread == here for thread, _ in world.launched] == [True] * 2 + [False] * (len(world.launched) - 2)
+    assert len(world.launched) > 2

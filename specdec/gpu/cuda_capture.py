@@ -22,9 +22,10 @@ _idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(
 """Streams of past captures, for reuse. cuBLAS keeps a workspace (32 MiB on an H100) per stream that it ever ran on,
 until the process ends, so a new stream per engine would leak memory."""
 
-_REPLAYING = threading.RLock()
+_LAUNCHING = threading.RLock()
 """Held while graphs of several devices are launched. If two threads launched theirs in another order on each device,
-each of the first graphs would wait for one that is queued after the other."""
+each of the first graphs would wait for one that is queued after the other. A capture, which waits for its device and
+frees memory, holds it, too: between two launches it would wait for a graph that waits for the second one."""
 
 
 class GraphPool(NamedTuple):
@@ -113,7 +114,8 @@ class CudaCapture(CaptureMemory):
         self._each = [DeviceGraphs(device) for device in devices]
 
     def __call__(self, program: Program) -> tuple[Replay, torch.Tensor]:
-        begun = [each.begin(self.pool) for each in self._each]
+        with _LAUNCHING:
+            begun = [each.begin(self.pool) for each in self._each]
         with ExitStack() as recording:
             recording.enter_context(_no_garbage_collection())
             for each in reversed(self._each):  # ends with the first device as the current one
@@ -121,11 +123,12 @@ class CudaCapture(CaptureMemory):
             for each, (graph, _) in zip(self._each, begun, strict=True):
                 recording.enter_context(_recorded(graph, each, self.pool, alone=len(begun) == 1))
             out = program()
-        for each, (graph, before) in zip(self._each, begun, strict=True):
-            each.end(graph, before)
+        with _LAUNCHING:
+            for each, (graph, before) in zip(self._each, begun, strict=True):
+                each.end(graph, before)
 
         def replay() -> None:
-            with nullcontext() if len(begun) == 1 else _REPLAYING:
+            with nullcontext() if len(begun) == 1 else _LAUNCHING:
                 for each, (graph, _) in zip(self._each, begun, strict=True):
                     with torch.cuda.device(each.device):
                         graph.replay()
@@ -149,5 +152,5 @@ class CudaCapture(CaptureMemory):
     def close(self, pool: str) -> None:
         for each in self._each:
             each.pools.pop(pool, None)
-            with torch.cuda.device(each.device):
+            with _LAUNCHING, torch.cuda.device(each.device):
                 torch.cuda.empty_cache()
