@@ -13,7 +13,7 @@ from specdec.errors import CapacityError, ConfigError, QueueFullError
 from specdec.sampling.grammars.grammar import GrammarState
 from specdec.serving.admission import TextBound, characters
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.engine_thread import EngineThread, tell_readers
+from specdec.serving.engine_thread import EngineThread
 from specdec.serving.fair_pool import CLIENT
 from specdec.serving.http.faults import as_api_error
 from specdec.serving.openai.protocol import Body
@@ -154,7 +154,7 @@ def test_a_grammar_with_no_way_on_is_a_mistake_of_the_request_and_no_503(is_earl
     after, report = GrammarState.after, EngineThread._report_news
 
     def report_late(thread):
-        tell_readers(thread.open)
+        thread._wake_readers({sample.owner: True for sample in thread.open})
         time.sleep(0.03)
         report(thread)
 

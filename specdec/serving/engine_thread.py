@@ -3,9 +3,11 @@
     callers         watch(streams), abort(handles)         any thread
     this thread     a step, then its news                  in a loop
     observers       requests that gained tokens or ended   on this thread, so they must not wait
-    event loops     one wake-up a step for all streams of a loop that have news
+    event loops     all streams of a loop that have news are woken together, in waves
 
-Nothing is queued per token: a delta has all tokens since the last read, and a slow reader delays no other.
+Nothing is queued per token: a delta has all tokens since the last read, and a slow reader delays no other. Streams of
+many requests take longer to read and send than a GPU takes for a step. So a loop rests between two waves (`Waves`), and
+a delta then has the tokens of several steps.
 
 A failed step (out of memory included) is tried again; if it fails again, the engine ends one of its requests, and one
 that the error names at once (`specdec.runtime.step_faults`). It continues with the others. A step costs this thread
@@ -17,8 +19,9 @@ import asyncio
 import logging
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
@@ -32,6 +35,11 @@ from specdec.runtime.request_output import GenerationOutput, StreamDelta
 
 logger = logging.getLogger(__name__)
 
+LOOP_SHARE = 1 / 3
+"""Share of the time in which a loop may read and send news. Each hand-over of Python's lock delays the engine's thread,
+which needs it all through a step."""
+SHORTEST_REST, LONGEST_REST = 0.001, 0.2
+"""Seconds between two waves. A shorter rest is left out: few streams are told of every step."""
 MAX_FAILED_ROUNDS = 3
 """After this many requests failed with their rounds, with no token in between, the engine itself counts as broken."""
 
@@ -76,6 +84,7 @@ class EngineThread:
         self._news: deque[int] = deque()  # ids of requests that gained tokens or ended, some more than once
         self._guard = threading.RLock()  # reentrant: a finalizer may call in here
         self._wake: SimpleQueue[None] = SimpleQueue()  # an entry: the engine may have something to do
+        self._waves: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Waves] = weakref.WeakKeyDictionary()
         self._stopping = False
         self.stopped: str | None = None  # why it accepts no more; None: it does
         self._thread = threading.Thread(target=self._run, name="specdec-engine", daemon=True)
@@ -151,7 +160,8 @@ class EngineThread:
     def _report_news(self) -> None:
         """Report the samples that gained tokens or ended to observers and owners."""
         now = time.perf_counter()
-        news, ended = [], []
+        ended: list[OpenSample] = []
+        news: dict[Streams, bool] = {}  # has one of the samples ended?
         told: dict[int, None] = {}  # each once, in the order of their first news
         while self._news:
             told[self._news.popleft()] = None
@@ -175,12 +185,11 @@ class EngineThread:
                 for observer in self.observers:
                     observer.ended(sample, now)
             if tokens or finished:
-                news.append(sample)
+                news[sample.owner] = finished or news.get(sample.owner, False)
         with self._guard:
             for sample in ended:
                 del self._open[sample.handle.id]
-        if news:
-            tell_readers(news)
+        self._wake_readers(news)
 
     def _end_samples(self, reason: SpecDecError) -> None:
         """Abort every sample. One that cannot be released fails with the reason, and all do if the thread ended by a
@@ -199,6 +208,54 @@ class EngineThread:
             self._news.append(sample.handle.id)
         self._report_news()
 
+    def _wake_readers(self, news: Mapping["Streams", bool]) -> None:
+        """Wake the readers of streams with news, with one call per loop; for a whole answer only when a sample has
+        ended. Streams of closed loops are aborted."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[Streams]] = {}
+        for streams, ended in news.items():
+            if streams.loop.is_closed():  # perhaps before it ran the call that was posted last
+                streams.abort()
+            elif not streams._posted and (streams.reads_deltas or ended):
+                streams._posted = True
+                by_loop.setdefault(streams.loop, []).append(streams)
+        for loop, due in by_loop.items():
+            waves = self._waves.setdefault(loop, Waves())
+            try:
+                loop.call_soon_threadsafe(waves.add, due)
+            except RuntimeError:
+                for streams in due:
+                    streams.abort()
+
+
+class Waves:
+    """Wakes the readers of one event loop, which runs all its methods. After a wave the loop rests for a multiple of
+    the time in which it read and sent."""
+
+    def __init__(self) -> None:
+        self._due: list[Streams] = []
+        self._going_on = False  # readers of the last wave are at work, or the loop rests
+
+    def add(self, readers: Sequence["Streams"]) -> None:
+        self._due += readers
+        if not self._going_on:
+            self._begin()
+
+    def _begin(self) -> None:
+        began, due, self._due = time.thread_time(), self._due, []
+        self._going_on = bool(due)
+        for streams in due:
+            streams._posted = False
+            streams._news.set()
+        if due:
+            asyncio.get_running_loop().call_soon(self._end, began)  # after the readers, which are ready now
+
+    def _end(self, began: float) -> None:
+        rest = (time.thread_time() - began) * (1 / LOOP_SHARE - 1)
+        if rest < SHORTEST_REST:
+            self._begin()
+        else:
+            asyncio.get_running_loop().call_later(min(rest, LONGEST_REST), self._begin)
+
 
 class Streams:
     """The deltas of all samples of one submission, in order of arrival: `async for index, delta in streams`.
@@ -215,9 +272,11 @@ class Streams:
         self.error: SpecDecError | None = None  # why the engine's thread ended before them
         self._thread = thread
         self._news = asyncio.Event()
-        self._posted = False  # the loop will be notified
+        self._posted = False  # a wave will wake the reader
+        self.reads_deltas = True  # it is woken for every delta, not only for ends
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, StreamDelta]]:
+        self.reads_deltas = True
         left = dict(enumerate(self.handles))  # samples whose last delta is unread
         while left:
             self._news.clear()
@@ -236,6 +295,7 @@ class Streams:
 
     async def outputs(self) -> list[GenerationOutput]:
         """Wait until all samples have ended and return their outputs."""
+        self.reads_deltas = False
         while True:
             self._news.clear()
             finished = all(handle.finished for handle in self.handles)
@@ -268,26 +328,3 @@ class Streams:
             if (failure := self.failure(handle)) is not None:
                 self.abort()
                 raise failure
-
-
-def tell_readers(samples: Sequence[OpenSample]) -> None:
-    """Wake the readers of these samples, with one call per loop. Streams of closed loops are aborted."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[Streams]] = {}
-    for streams in {sample.owner for sample in samples}:
-        if streams.loop.is_closed():  # perhaps before it ran the call that was posted last
-            streams.abort()
-        elif not streams._posted:
-            streams._posted = True
-            by_loop.setdefault(streams.loop, []).append(streams)
-    for loop, readers in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_wake_readers, readers)
-        except RuntimeError:
-            for streams in readers:
-                streams.abort()
-
-
-def _wake_readers(readers: Sequence[Streams]) -> None:
-    for streams in readers:
-        streams._posted = False
-        streams._news.set()
