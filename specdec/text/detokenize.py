@@ -68,6 +68,7 @@ class Detokenizer:
 
     tokenizer: Any | None
     written: frozenset[int] = frozenset()
+    _size: int = field(init=False)  # tokens of the vocabulary, counted once: that takes as long as decoding a token
     _prefix: int = field(default=0, init=False)  # first token of the decode context
     _read: int = field(default=0, init=False)  # tokens whose text is settled
     _seen: int = field(default=0, init=False)  # tokens looked at
@@ -80,6 +81,9 @@ class Detokenizer:
     _final: str | None = field(default=None, init=False)  # the whole text, once computed
     _thinks: bool | None = field(default=None, init=False)  # does it end in a thought? None: not known yet
     _answer_token: int = field(default=-1, init=False)  # token in which the text after the thought begins; -1: unknown
+
+    def __post_init__(self) -> None:
+        self._size = num_tokens(self.tokenizer)
 
     def __copy__(self) -> "Detokenizer":
         """Does the same as `copy.copy`, whose pickling takes four times as long: it runs per request and round."""
@@ -265,7 +269,7 @@ class Detokenizer:
         return text + written[found.begin : found.end]
 
     def _kinds(self) -> TokenKinds:
-        return _kinds(self.tokenizer, num_tokens(self.tokenizer), self.written)
+        return _kinds(self.tokenizer, self._size, self.written)
 
     def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         assert self.tokenizer is not None
@@ -273,7 +277,7 @@ class Detokenizer:
             special, skip_special_tokens = self._kinds().special, False
             ids = [token for token in ids if token not in special]
         if len(ids) <= SHORT:
-            return _short_text(self.tokenizer, num_tokens(self.tokenizer), tuple(ids), skip_special_tokens)
+            return _short_text(self.tokenizer, self._size, tuple(ids), skip_special_tokens)
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 

@@ -55,10 +55,13 @@ MANY_TOKENS = 64
 the thread."""
 
 
+as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
 def json_bytes(data: Any) -> bytes:
     """JSON to send. Lone surrogates, which a model may write, are escaped, since UTF-8 cannot encode them."""
     try:
-        return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+        return as_json(data).encode()
     except UnicodeEncodeError:
         return json.dumps(data, separators=(",", ":")).encode()
 
@@ -78,7 +81,7 @@ async def off_loop(tokens: int, work: Callable[[], T]) -> T:
 def event(data: dict[str, Any]) -> bytes:
     """An event of one line, also for clients that take Unicode's line ends for ends of lines."""
     line = json_bytes(data)
-    for char, escape in LINE_ENDS.items():
+    for char, escape in {} if line.isascii() else LINE_ENDS.items():
         line = line.replace(char, escape)
     return b"data: " + line + b"\n\n"
 
