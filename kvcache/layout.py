@@ -35,7 +35,7 @@ from typing import Any, Generic, NamedTuple, NewType, TypeVar
 
 import torch
 
-from specdec.errors import UnsupportedModelError
+from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.kvcache.recurrent_state import FOLD, StateShape
 
 PrimaryLoc = NewType("PrimaryLoc", torch.Tensor)
@@ -227,7 +227,14 @@ class KVLayout:
         return self.map(divided)
 
     def in_fp8(self) -> "KVLayout":
-        """This layout with 8-bit fields."""
+        """This layout with 8-bit fields. Raises ConfigError if a head has an odd size: numbers are stored in pairs."""
+        for spec in self.layers:
+            for field in spec.fields:
+                if field.dim % 2:
+                    raise ConfigError(
+                        f"kv_dtype='fp8', and {field.name} of layer {spec.layer} has {field.dim} numbers per head, "
+                        "which are stored in pairs; leave kv_dtype None"
+                    )
         return self.map(lambda spec: replace(spec, fields=tuple(f._replace(fp8=True) for f in spec.fields)))
 
     @classmethod

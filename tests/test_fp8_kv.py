@@ -8,6 +8,7 @@ import torch
 from kv_rig import GroupLoc, HybridAllocator, KVLayout, LayerSpec, Retention, cache_groups
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.errors import ConfigError
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.fp8_pool import Fp8Pool, all_rows, read_rows
 from specdec.kvcache.layer_context import Destination
@@ -179,6 +180,13 @@ def test_a_pool_takes_what_its_rows_take(make_target, make_engine) -> None:
     assert narrow.bytes_by_group()["full"] * 32 == wide.bytes_by_group()["full"] * 12
     field = CacheField("k", 8, 128)
     assert field._replace(fp8=True).bytes(torch.bfloat16) / field.bytes(torch.bfloat16) < 0.52
+
+
+def test_heads_of_an_odd_size_are_refused(make_target, make_engine) -> None:
+    model = make_target("mimo_v2_flash", fresh=True, v_head_dim=7)
+    with pytest.raises(ConfigError, match=r"^kv_dtype='fp8', and v of layer 0 has 7 numbers per head"):
+        make_engine(model, kv_dtype="fp8")
+    make_engine(model)
 
 
 @pytest.mark.parametrize("drafter", [deep("tiny-gemma4-mtp"), deep("tiny-gemma4-eagle3")])
