@@ -191,7 +191,10 @@ def stored_tensor(file: Path, name: str) -> torch.Tensor:
 
 def require_language_model(config: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a config.json names a class that judges texts. With its embedding as head it would be
-    loaded as a language model."""
+    loaded as a language model.
+
+    A class without a head (`LlamaModel`) is read as in transformers: its head is the embedding if the config ties them,
+    else it is missing, which is an error. Embedding models that name a language model's class cannot be told apart."""
     for name in config.get("architectures") or ():
         if str(name).endswith(JUDGES):
             raise CheckpointError(
