@@ -113,7 +113,7 @@ def test_a_model_that_judges_texts_is_not_served_with_its_embedding_as_head(name
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_a_class_without_a_head_has_its_embedding_as_head_where_the_config_ties_them(tied, make_target, tmp_path):
-    """As in transformers; a head that is missing is no embedding."""
+    """transformers does the same. A head that is missing is not replaced by an embedding."""
     model = make_target("llama", tie_word_embeddings=tied)
     model.model.save_pretrained(tmp_path)
     checkpoint = Checkpoint.from_name(tmp_path)
