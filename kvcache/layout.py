@@ -274,7 +274,9 @@ def layout_from_config(config: Any) -> KVLayout:
         )
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
+    if layer_types is None and (kinds := getattr(config, "attention_layers", None)):  # of GPT-Neo
+        layer_types = [SLIDING_ATTENTION if kind == "local" else FULL_ATTENTION for kind in kinds]
+    elif layer_types is None:
         layer_types = [SLIDING_ATTENTION if window else FULL_ATTENTION] * num_layers
     layer_types = list(layer_types)[:num_layers]
     supported = (FULL_ATTENTION, SLIDING_ATTENTION, *sorted(RECURRENT_TYPES))
@@ -318,7 +320,8 @@ def _kept_by_attention(name: str, config: Any, layer: int, layer_type: str) -> t
     fields = attention_fields(heads, config.hidden_size // config.num_attention_heads if head_dim is None else head_dim)
     if layer_type != SLIDING_ATTENTION:
         return fields, KEEP_ALL
-    window = getattr(own, "sliding_window", None) or getattr(config, "sliding_window", None)
+    of_all = getattr(config, "sliding_window", getattr(config, "window_size", None))  # the latter in GPT-Neo
+    window = getattr(own, "sliding_window", None) or of_all
     if not isinstance(window, int) or window < 1:
         raise UnsupportedModelError(f"{name}: sliding layers need a positive sliding_window, got {window!r}")
     return fields, Retention(window)
