@@ -14,6 +14,7 @@ from packed_weights import CODES, random_weight
 
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE
 from specdec.gpu.ranks import map_tensors
+from specdec.gpu.triton_shim import INTERPRETED, tl, triton
 from specdec.kvcache.layout import PrimaryLoc
 from specdec.layers.embedding import embed, embed_and_norm
 from specdec.layers.gated_delta import COLUMNS, DeltaHeads, delta_heads, delta_inputs, gate_norm
@@ -310,3 +311,33 @@ def test_an_operation_is_its_reference(operation: Callable[..., Any], seed: int)
     if operation is linear:
         product = linear(*given)
         assert len(product.parts) in (1, split_k_of(given[1]).splits)
+
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="on a GPU these are undefined")
+
+
+@triton.jit
+def _copy_kernel(p_x: tl.tensor, p_out: tl.tensor, BLOCK: tl.constexpr) -> None:
+    o = tl.arange(0, BLOCK)
+    tl.store(p_out + o, tl.load(p_x + o))
+
+
+@triton.jit
+def _place_kernel(p_out: tl.tensor) -> None:
+    tl.store(p_out, tl.program_id(0))
+
+
+@interpreted
+@pytest.mark.parametrize(("sizes", "does"), [((3, 4), "loads"), ((4, 3), "stores")])
+def test_memory_outside_of_the_tensors_of_a_launch_is_an_error(sizes: tuple[int, int], does: str):
+    x, out = (torch.zeros(size) for size in sizes)
+    with pytest.raises(Exception, match=f"_copy_kernel {does} 4 bytes outside of its tensors"):
+        _copy_kernel[(1,)](x, out, BLOCK=4)
+
+
+@interpreted
+def test_what_the_last_program_of_a_launch_stores_depends_on_the_launch():
+    outs = torch.zeros(2, dtype=torch.int32)
+    for out in outs:
+        _place_kernel[(5,)](out)
+    assert sorted(outs.tolist()) == [0, 4]
