@@ -76,7 +76,7 @@ def of_linear(draw: Draw, heights: Sequence[int] = (1, 33, 64, 70, 130)) -> Argu
     dtype, rows, n = draw.one(DTYPES), draw.rows(), draw.one(heights)
     code, k, short = draw.one(FORMS), draw.one([128, 384, 1152]), draw.one([1, 100, 600, 1000])
     k = k if code else short
-    weight = random_weight(code, n, k, dtype=dtype) if code else draw.strided(n, k, dtype=dtype) * k**-0.5
+    weight = random_weight(code, n, k, dtype=dtype) if code else draw.strided(n, k, dtype=dtype).mul_(k**-0.5)
     bias = draw.tensor(n, dtype=dtype) if draw.one([False, True]) else None
     return (draw.strided(rows, k, dtype=dtype), weight, bias), {}
 
@@ -214,7 +214,7 @@ def of_experts(draw: Draw) -> Arguments:
     experts = Experts(up, down, "swiglu_clamped", *biases, interleaved=True, alpha=1.702, limit=7.0)
     rows = examples(3, 6)
     chosen = torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [1, 0], [0, 1]], dtype=torch.int32, device=DEVICE)[:rows]
-    return (draw.tensor(rows, 128), Routing(chosen, torch.rand(rows, 2, device=DEVICE)), experts), {}
+    return (draw.strided(rows, 128), Routing(chosen, torch.rand(rows, 2, device=DEVICE)), experts), {}
 
 
 DELTA_HEADS = [
@@ -341,3 +341,12 @@ def test_what_the_last_program_of_a_launch_stores_depends_on_the_launch():
     for out in outs:
         _place_kernel[(5,)](out)
     assert sorted(outs.tolist()) == [0, 4]
+
+
+def test_an_assignment_to_another_rank_reads_no_weight():
+    up, down, x = (torch.randn(shape, device=DEVICE) for shape in ((2, 16, 8), (2, 8, 8), (1, 8)))
+    experts = Experts(up, down, "silu", shared=True)
+    routing = Routing(torch.tensor([[-1, 1]], dtype=torch.int32, device=DEVICE), torch.ones(1, 2, device=DEVICE))
+    for few in (True, False):
+        got, want = apply_experts(x, routing, experts, few=few), REFERENCE(apply_experts)(x, routing, experts)
+        torch.testing.assert_close(got.parts[1], want.parts[1], rtol=1e-5, atol=1e-5)

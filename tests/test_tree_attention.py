@@ -237,7 +237,7 @@ def test_own_keys_of_a_small_tree() -> None:
 
 @pytest.mark.parametrize("page_size", [deep(1), 4])
 def test_own_keys_against_the_reference(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By several programs a row, and for nodes that are the first of a wider table."""
+    """Several programs make a row, and the nodes are the first of a wider table."""
     monkeypatch.setattr("specdec.attention.kernels.own_keys.BLOCK", 32)
     g = torch.Generator().manual_seed(0)
     lengths = torch.tensor([0, 63, 64, 100], device=DEVICE)
