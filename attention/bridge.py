@@ -27,7 +27,7 @@ from specdec.kvcache.layer_context import (
     ScoreOptions,
 )
 from specdec.kvcache.layout import GroupId
-from specdec.modules.private_copy import ATTENTION_NAME
+from specdec.modules.own_attention import ATTENTION_NAME
 
 IGNORED_KWARGS = frozenset(
     {"position_ids", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states", "is_causal"}

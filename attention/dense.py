@@ -155,8 +155,10 @@ def attend_alone(keys: VisibleKeys, block_len: torch.Tensor | None = None) -> At
         dtype, num_heads = torch.promote_types(query.dtype, torch.float32), query.shape[1]
         out = query.new_zeros((len(query), query.shape[2], num_heads, pool_v.shape[2]))
         group_size, sinks = num_heads // pool_k.shape[1], options.get("sinks")
-        # bits of a batched product depend on the batch size, but not those of torch's operator in one thread
-        keeps_bits = sinks is None and options.get("softcap") is None and torch.get_num_threads() == 1
+        # bits of a batched product depend on the batch size, but not those of torch's operator in one thread, if every
+        # head of K and V begins at a multiple of 16 bytes
+        is_aligned = all(pool.shape[2] * dtype.itemsize % 16 == 0 for pool in (pool_k, pool_v))
+        keeps_bits = is_aligned and sinks is None and options.get("softcap") is None and torch.get_num_threads() == 1
         heads_at_once = num_heads if keeps_bits else 1
         for b, (slots, rows) in enumerate(by_request):
             keys_values = [read_rows(pool, slots).to(dtype) for pool in (pool_k, pool_v)]  # [L, Hkv, D]

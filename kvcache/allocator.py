@@ -140,6 +140,7 @@ class HybridAllocator:
         """Release the claims of rows on the peers of `pages` in one windowed group. A page is named once for each row,
         and stays held itself. If a peer is evicted already, raises DoubleFreeError and changes nothing."""
         self.require_unfrozen("evict")
+        assert group != PRIMARY, "the primary group evicts nothing: its slots name the tokens"
         self.primary.require_claims(pages)
         if not self.is_mapped(group, pages).all():
             name = self.pools[group].name

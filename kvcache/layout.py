@@ -35,7 +35,7 @@ from typing import Any, Generic, NamedTuple, NewType, TypeVar
 
 import torch
 
-from specdec.errors import UnsupportedModelError
+from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.kvcache.recurrent_state import FOLD, StateShape
 
 PrimaryLoc = NewType("PrimaryLoc", torch.Tensor)
@@ -227,7 +227,14 @@ class KVLayout:
         return self.map(divided)
 
     def in_fp8(self) -> "KVLayout":
-        """This layout with 8-bit fields."""
+        """This layout with 8-bit fields. Raises ConfigError if a head has an odd size: numbers are stored in pairs."""
+        for spec in self.layers:
+            for field in spec.fields:
+                if field.dim % 2:
+                    raise ConfigError(
+                        f"kv_dtype='fp8', and {field.name} of layer {spec.layer} has {field.dim} numbers per head, "
+                        "which are stored in pairs; leave kv_dtype None"
+                    )
         return self.map(lambda spec: replace(spec, fields=tuple(f._replace(fp8=True) for f in spec.fields)))
 
     @classmethod
@@ -267,7 +274,9 @@ def layout_from_config(config: Any) -> KVLayout:
         )
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
+    if layer_types is None and (kinds := getattr(config, "attention_layers", None)):  # of GPT-Neo
+        layer_types = [SLIDING_ATTENTION if kind == "local" else FULL_ATTENTION for kind in kinds]
+    elif layer_types is None:
         layer_types = [SLIDING_ATTENTION if window else FULL_ATTENTION] * num_layers
     layer_types = list(layer_types)[:num_layers]
     supported = (FULL_ATTENTION, SLIDING_ATTENTION, *sorted(RECURRENT_TYPES))
@@ -311,7 +320,8 @@ def _kept_by_attention(name: str, config: Any, layer: int, layer_type: str) -> t
     fields = attention_fields(heads, config.hidden_size // config.num_attention_heads if head_dim is None else head_dim)
     if layer_type != SLIDING_ATTENTION:
         return fields, KEEP_ALL
-    window = getattr(own, "sliding_window", None) or getattr(config, "sliding_window", None)
+    of_all = getattr(config, "sliding_window", getattr(config, "window_size", None))  # the latter in GPT-Neo
+    window = getattr(own, "sliding_window", None) or of_all
     if not isinstance(window, int) or window < 1:
         raise UnsupportedModelError(f"{name}: sliding layers need a positive sliding_window, got {window!r}")
     return fields, Retention(window)

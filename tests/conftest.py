@@ -24,7 +24,7 @@ from hypothesis import settings
 # tests/ is on the path: see pyproject.toml
 PLUGINS = ["shallow_pair", "devices", "tiny_models", "tiny_tokenizers", "scripted_drafter", "split_engines"]
 if os.environ["TRITON_INTERPRET"] == "1":
-    PLUGINS.insert(0, "quick_interpreter")
+    PLUGINS[:0] = ["quick_interpreter", "strict_interpreter"]
 ROOT = Path(__file__).resolve().parent.parent
 
 # How many examples a property without a number of its own has; `examples` of marks.py goes by the profile, too. The

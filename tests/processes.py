@@ -1,7 +1,7 @@
 """Python processes that tests start: forks in which everything is imported, or real ones.
 
-    done = run(["-m", "specdec.cli", "generate", "hello"])      done.returncode, done.stdout, done.stderr
-    process = start(["-m", "specdec.cli", "serve"], stdout=PIPE)
+    done = run(["-m", "specdec", "generate", "hello"])      done.returncode, done.stdout, done.stderr
+    process = start(["-m", "specdec", "serve"], stdout=PIPE)
 
 A real start imports torch and transformers for four seconds; a fork takes milliseconds. So by default a command runs
 in a fork of Python's own fork server (`multiprocessing`), which has imported what commands use, has computed nothing

@@ -49,7 +49,7 @@ class ServerProcess:
 def running_server(
     *options: str, env: Mapping[str, str] | None = None, log_to: int | None = None, real: bool = False
 ) -> Iterator[ServerProcess]:
-    """Run `python -m specdec.cli serve --port 0 OPTIONS`, by default with the bundled pair, until it is ready.
+    """Run `python -m specdec serve --port 0 OPTIONS`, by default with the bundled pair, until it is ready.
 
     log_to: a file descriptor for its standard error, instead of the file that `log` reads.
     real: start a new Python, not a fork (see processes.py).
@@ -57,7 +57,7 @@ def running_server(
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH")]))
     # drafts must not depend on how long rounds take; `drafts_of_one_shape` in conftest.py does this in pytest's process
-    command = ["-m", "specdec.cli", "serve", "--port", "0", "--fixed-drafts", *options]
+    command = ["-m", "specdec", "serve", "--port", "0", "--fixed-drafts", *options]
     with tempfile.TemporaryDirectory() as folder:
         log_path = Path(folder, "log.txt")
         with log_path.open("w") as log:

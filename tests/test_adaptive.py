@@ -22,6 +22,7 @@ from specdec.runtime.drafts.draft_policy import (
     LOSS_SHARE,
     MAX_SAMPLES,
     MAX_SAVED,
+    RETRY_ROUNDS,
     DraftAcceptance,
     DraftAccount,
     DraftPolicy,
@@ -273,6 +274,27 @@ def test_learned_times_grow_old():
     for _ in range(DECAY_ROUNDS + 1):
         times.learn(1, 1.5)
     assert times.seconds.tolist() == [[1.0, 1.5], [0.5, 1.5]]
+
+
+def test_a_draft_that_just_became_slow_is_timed_anew_once():
+    """If it is slow then, too, or was slow for long or always, no burst made it so: it waits as long as other
+    drafts."""
+
+    def believed(slow_rounds, plain_rounds, fast_rounds=20):
+        times = RoundTimes([1.0, 1.5])
+        for draft, seconds, count in ((1, 1.5, fast_rounds), (1, 9.0, slow_rounds), (0, 1.0, plain_rounds)):
+            for _ in range(count):
+                times.learn(draft, seconds)
+        return times
+
+    assert believed(8, RETRY_ROUNDS - 1).seconds[0, 1] == 9.0
+    assert believed(RETRY_ROUNDS, DECAY_ROUNDS - 1).seconds[0, 1] == 9.0
+    assert believed(8, DECAY_ROUNDS - 1, fast_rounds=0).seconds[0, 1] == 9.0
+    times = believed(8, RETRY_ROUNDS + 1)
+    assert times.seconds[0, 1] == 1.5
+    for draft, seconds in [(1, 9.0)] * 3 + [(0, 1.0)] * (DECAY_ROUNDS - 1):
+        times.learn(draft, seconds)
+    assert times.seconds[0, 1] == 9.0
 
 
 # the account
@@ -528,10 +550,11 @@ def test_a_drafter_that_turns_bad_loses_little_of_what_it_gained():
     assert (both.seconds - good.seconds) / (both.plain_seconds - good.plain_seconds) < 1.04
 
 
-@pytest.mark.parametrize(("begins", "ends", "factor"), [(0.02, 0.07, 10), (0.0, 0.5, 5), (0.3, 1.3, 3)])
+@pytest.mark.parametrize(("begins", "ends", "factor"), [(0.02, 0.07, 10), (0.0, 0.5, 5), (0.3, 1.3, 3), (0.3, 1.5, 6)])
 def test_one_burst_of_noise_parks_no_draft(begins, ends, factor):
     """Regression: a draft that was slow once, by what else ran, was not timed again: 2,189 rounds for 3,000 tokens,
-    where 600 do."""
+    where 600 do. A burst of 7 to 11 rounds still did that: all samples of the draft were slow, those of plain rounds
+    not."""
     machine = Machine(
         captured=False,
         seconds=lambda shape, batch: 0.01 * (1 + 0.4 * shape.num_steps),

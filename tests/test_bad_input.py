@@ -18,14 +18,15 @@ from transformers import (
     BertConfig,
     BloomConfig,
     DiffLlamaConfig,
+    FalconConfig,
     Gemma3TextConfig,
     GenerationConfig,
-    GPTJConfig,
     Llama4TextConfig,
     MambaConfig,
     MiniMaxConfig,
     ModernBertDecoderConfig,
     RecurrentGemmaConfig,
+    XGLMConfig,
 )
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig, SpecDecError
@@ -573,7 +574,8 @@ UNSUPPORTED = {
         lambda: Gemma3TextConfig(**BASE, head_dim=8, sliding_window=8, use_bidirectional_attention=True),
         "use_bidirectional_attention=True",
     ),
-    "own-attention-gptj": (lambda: GPTJConfig(**OLD | {"n_embd": 32}, n_layer=2, n_head=4, rotary_dim=4), "GPTJ"),
+    "own-attention-xglm": (lambda: XGLMConfig(**OLD, d_model=32, num_layers=2, attention_heads=4, ffn_dim=48), "XGLM"),
+    "alibi-falcon": (lambda: FalconConfig(**BASE, alibi=True), "ALiBi biases (alibi=True)"),
 }
 
 

@@ -112,6 +112,14 @@ def test_freeing_twice_raises():
     a.check()
 
 
+def test_the_primary_group_evicts_nothing():
+    a = make()
+    a.alloc(1)
+    with pytest.raises(AssertionError, match="the primary group evicts nothing"):
+        a.evict(PRIMARY, ints(1))
+    a.check()
+
+
 # many groups
 
 

@@ -44,7 +44,7 @@ class Terminal:
         self.end, its_end = pty.openpty()
         environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM_PROGRAM")}
         environment |= {"TERM": "xterm", "COLUMNS": "300", "OMP_NUM_THREADS": "1"}
-        command = ["-m", "specdec.cli", "chat", *options]
+        command = ["-m", "specdec", "chat", *options]
         self.process = start(command, terminal=True, stdin=its_end, stdout=its_end, stderr=its_end, env=environment)
         os.close(its_end)
         self.unread = ""

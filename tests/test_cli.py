@@ -280,7 +280,7 @@ def test_ctrl_c_ends_with_130_and_keeps_what_is_finished(tmp_path):
     report.write_text("before")
     # 200 long answers: on a machine however busy they are not done before four are seen
     args = ["eval", "gsm8k", "--limit", "200", "--batch-size", "1", "--max-new-tokens", "96"]
-    command = ["-m", "specdec.cli", *args, "--transcripts", str(folder), "--json", str(report)]
+    command = ["-m", "specdec", *args, "--transcripts", str(folder), "--json", str(report)]
     process = start(command, stdout=PIPE, stderr=PIPE)
     path = folder / "transcripts-0.jsonl"
     while process.poll() is None and not (path.exists() and path.read_bytes().count(b"\n") > 3):
@@ -351,7 +351,7 @@ def test_ctrl_c_that_an_import_wraps_is_an_interruption_too(monkeypatch):
     "command", ["models", "generate --help", slow("bench --limit 1 --max-new-tokens 2 --drafter none")]
 )
 def test_a_closed_pipe_ends_a_command_quietly(command):
-    with start(["-m", "specdec.cli", *command.split()], real=command == "models", stdout=PIPE, stderr=PIPE) as process:
+    with start(["-m", "specdec", *command.split()], real=command == "models", stdout=PIPE, stderr=PIPE) as process:
         process.stdout.close()  # before anything is written
         assert process.stderr.read() == ""
     assert process.returncode == 1
@@ -360,14 +360,14 @@ def test_a_closed_pipe_ends_a_command_quietly(command):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_gets_one_sentence_wherever_output_goes():
     for words in ("--version", "generate --help", "models"):
-        command = ["-m", "specdec.cli", *words.split()]
+        command = ["-m", "specdec", *words.split()]
         with open("/dev/full", "w") as full, start(command, stdout=full, stderr=PIPE) as process:
             assert process.stderr.read().startswith("specdec: "), words
         assert process.returncode == 2, words
 
 
 def test_streams_that_the_shell_closed_are_empty_ones():
-    closed = 'exec "$0" -m specdec.cli models <&- >&- 2>&-'
+    closed = 'exec "$0" -m specdec models <&- >&- 2>&-'
     assert subprocess.run(["sh", "-c", closed, sys.executable]).returncode == 0
 
 

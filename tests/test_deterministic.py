@@ -313,10 +313,12 @@ def test_outside_of_the_mode_functions_depend_on_the_place_of_a_row():
     assert not all(places(FUNCTIONS[name], width, dtype) for name, width, dtype in cases)
 
 
+@pytest.mark.parametrize("size", [128, 6])
 @pytest.mark.parametrize("case", ["plain", "softcap", "sinks"])
-def test_a_head_has_the_same_bits_next_to_fewer_heads(case, threads):
+def test_a_head_has_the_same_bits_next_to_fewer_heads(case, size, threads):
     """A rank has the K/V heads of its own query heads, or a copy of one."""
-    query, k, v, sinks = torch.randn(1, 8, 3, 128), torch.randn(40, 4, 128), torch.randn(40, 4, 128), torch.randn(8)
+    query, k, v = (torch.randn(*shape, size) for shape in ((1, 8, 3), (40, 4), (40, 4)))
+    sinks = torch.randn(8)
     visible = VisibleKeys(torch.arange(40)[None], torch.arange(40) < torch.tensor([40, 33, 5])[:, None][None])
 
     def attend(heads: slice, groups: slice) -> torch.Tensor:

@@ -123,8 +123,8 @@ def commands(code: str) -> list[list[str]]:
 def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise where a `specdec`, `make` or script command could not be started as written."""
     script = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
-    if "specdec.cli" in words:  # accelerate launch -m specdec.cli ...
-        words = ["specdec", *words[words.index("specdec.cli") + 1 :]]
+    if {"-m", "specdec"} <= {*words}:  # accelerate launch -m specdec ...
+        words = words[words.index("specdec") :]
     if words[0] == "specdec":
         assert words[1:], "specdec alone does nothing"
         name, *arguments = words[1:]

@@ -270,11 +270,13 @@ def test_drafted_flags_are_the_accepted_drafts(new, make_target, make_engine, ra
         ({"max_model_len": 20}, 14, 17, ["14", "31", "20", "6 new tokens"]),
         ({"max_model_len": 20}, 30, 1, ["30", "max_model_len=20", "no room", "shorten the prompt by 11"]),
         ({"max_model_len": 20}, 10, 995_953, ["995963", "max_model_len=20; ask for at most 10 new tokens, or make"]),
+        ({"max_model_len": 20}, 19, 2, ["a prompt of 19 tokens", "ask for at most 1 new token,"]),
+        ({"max_model_len": 20}, 1, 20, ["a prompt of 1 token with max_new_tokens=20", "at most 19 new tokens"]),
         ({"full_slots": 40}, 30, 20, ["30", "52 full", "40", "full_slots"]),
         ({"swa_slots": 10}, 30, 20, ["30", "11 window 8", "10", "swa_slots"]),
         ({"full_slots": 40, "page_size": 16}, 30, 20, ["64 full", "32", "page size 16"]),
     ],
-    ids=["length", "prompt", "output", "full", "swa", "pages"],
+    ids=["length", "prompt", "output", "one-new", "one-old", "full", "swa", "pages"],
 )
 def test_requests_that_can_never_fit_are_refused_with_the_numbers(
     config, prompt_len, new, numbers, make_target, make_engine, greedy_oracle, random_prompt

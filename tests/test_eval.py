@@ -375,7 +375,7 @@ def launched(arguments):
 @pytest.mark.parametrize("ranks", [lambda arguments: run_ranks(arguments, 2), deep(launched)], ids=["ranks", "launch"])
 def test_two_processes_make_the_same_report(ranks, report, tmp_path):
     """Those that `accelerate launch` starts, with or without itself."""
-    done = ranks(["-m", "specdec.cli", *COMMAND, "--transcripts", str(tmp_path), "--json", "-", "--device", "cpu"])
+    done = ranks(["-m", "specdec", *COMMAND, "--transcripts", str(tmp_path), "--json", "-", "--device", "cpu"])
     assert [each.returncode for each in done] == [0] * len(done), [each.stderr for each in done]
     both = json.loads("".join(each.stdout for each in done))
     assert without_timing(both) == without_timing(report)

@@ -29,6 +29,7 @@ GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 BASE = {**SIZES, **TOKENS, "intermediate_size": 48, "max_position_embeddings": 256}
+OLD = {**TOKENS, "vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256}
 GQA = {**BASE, "num_key_value_heads": 2}
 HEADS = {**GQA, "head_dim": 8}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
@@ -79,6 +80,14 @@ MADE_HERE = {
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**BASE),
     "gpt_neox-serial": lambda: transformers.GPTNeoXConfig(**BASE, use_parallel_residual=False),
     "gpt2": lambda: transformers.GPT2Config(**SIZES, **TOKENS, n_positions=256),
+    "gptj": lambda: transformers.GPTJConfig(**OLD, rotary_dim=6, n_inner=40),
+    "codegen": lambda: transformers.CodeGenConfig(**OLD, rotary_dim=4),
+    "gpt_neo": lambda: transformers.GPTNeoConfig(
+        **BASE, window_size=5, attention_types=[[["global", "local"], 1], [["local"], 1]]
+    ),
+    "falcon": lambda: transformers.FalconConfig(**BASE | {"num_attention_heads": 2}),
+    "falcon-serial": lambda: transformers.FalconConfig(**BASE, parallel_attn=False, multi_query=False, bias=True),
+    "falcon-grouped": lambda: transformers.FalconConfig(**BASE, new_decoder_architecture=True, num_kv_heads=2),
     "phi": lambda: transformers.PhiConfig(**BASE),
     "hyperclovax": lambda: transformers.HyperCLOVAXConfig(**HEADS, logits_scaling=0.5),  # multiplies, granite divides
     "nanochat": lambda: transformers.NanoChatConfig(**GQA),

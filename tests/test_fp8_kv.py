@@ -8,6 +8,7 @@ import torch
 from kv_rig import GroupLoc, HybridAllocator, KVLayout, LayerSpec, Retention, cache_groups
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.errors import ConfigError
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.fp8_pool import Fp8Pool, all_rows, read_rows
 from specdec.kvcache.layer_context import Destination
@@ -116,21 +117,22 @@ def test_drafts_change_no_token(
 @pytest.mark.usefixtures("kernels_run")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_kernel_stores_the_bits_of_the_reference(dtype: torch.dtype) -> None:
-    """Subnormal numbers, ties, zeros, NaN; strides; K and V of different sizes."""
+    """Subnormal numbers, ties, zeros, NaN; strides; K and V of different sizes, either of which may be the larger."""
     torch.manual_seed(2)
-    k, v = torch.randn(40, 3, 24, device=DEVICE), torch.randn(40, 3, 10, device=DEVICE).to(dtype)
+    k, v = torch.randn(40, 3, 24, device=DEVICE), torch.randn(40, 3, 20, device=DEVICE).to(dtype)[..., ::2]
     k *= torch.logspace(-4, 3, 40, device=DEVICE)[:, None, None] * torch.logspace(-4, 0, 24, device=DEVICE)
     k[0, 0], v[5] = torch.arange(24) * 448 / 32, 0  # halves between two numbers
     k[1, 0], k[2, 1, 3] = torch.cat([torch.arange(23) * 2**-10, torch.tensor([448.0])]), torch.nan
-    k, slots = k.to(dtype).transpose(0, 1).contiguous().transpose(0, 1), torch.randperm(50, device=DEVICE)[:40]
-    pools = [[Fp8Pool.zeros(50, 3, size, dtype, DEVICE) for size in (24, 10)] for _ in range(2)]
-    store_kv(Destination(*pools[0], GroupLoc(slots)), k, v)
-    reference_store_kv(Destination(*pools[1], GroupLoc(slots)), k, v)
-    whole = torch.isfinite(pools[1][0].scales)
-    assert whole.sum() == 50 * 3 - 1
-    for got, want in zip(*pools, strict=True):
-        assert torch.equal(got.scales.nan_to_num(), want.scales.nan_to_num())
-        assert torch.equal(got.bits[whole], want.bits[whole])
+    k, slots = k.to(dtype).transpose(0, 1).contiguous().transpose(0, 1), torch.randperm(80, device=DEVICE)[::2]
+    for rows in ((k, v), (v, k)):
+        pools = [[Fp8Pool.zeros(80, 3, x.shape[2], dtype, DEVICE) for x in rows] for _ in range(2)]
+        store_kv(Destination(*pools[0], GroupLoc(slots)), *rows)
+        reference_store_kv(Destination(*pools[1], GroupLoc(slots)), *rows)
+        for got, want in zip(*pools, strict=True):
+            whole = torch.isfinite(want.scales)
+            assert whole.sum() == 80 * 3 - (want.shape[2] == 24)
+            assert torch.equal(got.scales.nan_to_num(), want.scales.nan_to_num())
+            assert torch.equal(got.bits[whole], want.bits[whole])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
@@ -179,6 +181,13 @@ def test_a_pool_takes_what_its_rows_take(make_target, make_engine) -> None:
     assert narrow.bytes_by_group()["full"] * 32 == wide.bytes_by_group()["full"] * 12
     field = CacheField("k", 8, 128)
     assert field._replace(fp8=True).bytes(torch.bfloat16) / field.bytes(torch.bfloat16) < 0.52
+
+
+def test_heads_of_an_odd_size_are_refused(make_target, make_engine) -> None:
+    model = make_target("mimo_v2_flash", fresh=True, v_head_dim=7)
+    with pytest.raises(ConfigError, match=r"^kv_dtype='fp8', and v of layer 0 has 7 numbers per head"):
+        make_engine(model, kv_dtype="fp8")
+    make_engine(model)
 
 
 @pytest.mark.parametrize("drafter", [deep("tiny-gemma4-mtp"), deep("tiny-gemma4-eagle3")])

@@ -78,7 +78,7 @@ NARROW_V = ["axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k25", "
 # program -> (arguments, a pattern that its output must have)
 RUNS: dict[str, tuple[list[str], str]] = {
     "family_survey.py": (
-        ["llama", "falcon", *NARROW_V],
+        ["llama", "bloom", *NARROW_V],
         rf"equal +llama (?s:.*)equal {1 + len(NARROW_V)}, refused 1\n",
     ),
     "round_types.py": ([], r"\d+ types"),

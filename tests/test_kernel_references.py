@@ -14,6 +14,7 @@ from packed_weights import CODES, random_weight
 
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE
 from specdec.gpu.ranks import map_tensors
+from specdec.gpu.triton_shim import INTERPRETED, tl, triton
 from specdec.kvcache.layout import PrimaryLoc
 from specdec.layers.embedding import embed, embed_and_norm
 from specdec.layers.gated_delta import COLUMNS, DeltaHeads, delta_heads, delta_inputs, gate_norm
@@ -75,7 +76,7 @@ def of_linear(draw: Draw, heights: Sequence[int] = (1, 33, 64, 70, 130)) -> Argu
     dtype, rows, n = draw.one(DTYPES), draw.rows(), draw.one(heights)
     code, k, short = draw.one(FORMS), draw.one([128, 384, 1152]), draw.one([1, 100, 600, 1000])
     k = k if code else short
-    weight = random_weight(code, n, k, dtype=dtype) if code else draw.strided(n, k, dtype=dtype) * k**-0.5
+    weight = random_weight(code, n, k, dtype=dtype) if code else draw.strided(n, k, dtype=dtype).mul_(k**-0.5)
     bias = draw.tensor(n, dtype=dtype) if draw.one([False, True]) else None
     return (draw.strided(rows, k, dtype=dtype), weight, bias), {}
 
@@ -213,7 +214,7 @@ def of_experts(draw: Draw) -> Arguments:
     experts = Experts(up, down, "swiglu_clamped", *biases, interleaved=True, alpha=1.702, limit=7.0)
     rows = examples(3, 6)
     chosen = torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [1, 0], [0, 1]], dtype=torch.int32, device=DEVICE)[:rows]
-    return (draw.tensor(rows, 128), Routing(chosen, torch.rand(rows, 2, device=DEVICE)), experts), {}
+    return (draw.strided(rows, 128), Routing(chosen, torch.rand(rows, 2, device=DEVICE)), experts), {}
 
 
 DELTA_HEADS = [
@@ -310,3 +311,42 @@ def test_an_operation_is_its_reference(operation: Callable[..., Any], seed: int)
     if operation is linear:
         product = linear(*given)
         assert len(product.parts) in (1, split_k_of(given[1]).splits)
+
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="on a GPU these are undefined")
+
+
+@triton.jit
+def _copy_kernel(p_x: tl.tensor, p_out: tl.tensor, BLOCK: tl.constexpr) -> None:
+    o = tl.arange(0, BLOCK)
+    tl.store(p_out + o, tl.load(p_x + o))
+
+
+@triton.jit
+def _place_kernel(p_out: tl.tensor) -> None:
+    tl.store(p_out, tl.program_id(0))
+
+
+@interpreted
+@pytest.mark.parametrize(("sizes", "does"), [((3, 4), "loads"), ((4, 3), "stores")])
+def test_memory_outside_of_the_tensors_of_a_launch_is_an_error(sizes: tuple[int, int], does: str):
+    x, out = (torch.zeros(size) for size in sizes)
+    with pytest.raises(Exception, match=f"_copy_kernel {does} 4 bytes outside of its tensors"):
+        _copy_kernel[(1,)](x, out, BLOCK=4)
+
+
+@interpreted
+def test_what_the_last_program_of_a_launch_stores_depends_on_the_launch():
+    outs = torch.zeros(2, dtype=torch.int32)
+    for out in outs:
+        _place_kernel[(5,)](out)
+    assert sorted(outs.tolist()) == [0, 4]
+
+
+def test_an_assignment_to_another_rank_reads_no_weight():
+    up, down, x = (torch.randn(shape, device=DEVICE) for shape in ((2, 16, 8), (2, 8, 8), (1, 8)))
+    experts = Experts(up, down, "silu", shared=True)
+    routing = Routing(torch.tensor([[-1, 1]], dtype=torch.int32, device=DEVICE), torch.ones(1, 2, device=DEVICE))
+    for few in (True, False):
+        got, want = apply_experts(x, routing, experts, few=few), REFERENCE(apply_experts)(x, routing, experts)
+        torch.testing.assert_close(got.parts[1], want.parts[1], rtol=1e-5, atol=1e-5)

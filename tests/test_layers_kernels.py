@@ -71,6 +71,11 @@ def test_a_gate_of_any_size_is_exact():
         close(got[1], -reference_activate(-gates, activation))
 
 
+def test_a_limited_gate_may_be_wider_than_a_program():
+    x, weight = randn(2, 8), randn(2 * 1030, 8)
+    close(gated_linear(x, weight, "silu", 0.5), reference_gated_linear(x, weight, "silu", 0.5))
+
+
 @pytest.mark.parametrize(
     ("rows", "n", "splits", "large"),
     [(512, 2560, 4, False), (1024, 2560, 4, True), (2048, 2560, 4, False), (2048, 6144, 4, True), (512, 8448, 1, True)],
@@ -196,6 +201,7 @@ def test_parts_stay_apart_at_any_number_of_rows():
     assert len(few.parts) == len(many.parts) == 2 and few.parts.dtype == many.parts.dtype == torch.float32
     same_bits(many.parts[:, :3], few.parts)
     close(finish(many), F.linear(x, weight, bias))
+    assert linear(x[:, :64], weight[:, :64], keep_parts=True).parts.dtype == torch.float32  # one part, not rounded
 
 
 def test_tiles_change_no_bit():

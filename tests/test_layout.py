@@ -34,9 +34,9 @@ FLOORS = (  # a module imports from lower floors and from its own room; the long
     ("specdec.runtime",),
     ("specdec.loading", "specdec.engine", "specdec.hf_generate", "specdec", "specdec.measurement"),
     ("specdec.serving", "specdec.evaluation", "specdec.training", "specdec.doctor"),
-    ("specdec.cli",),
+    ("specdec.cli", "specdec.__main__"),
 )
-OPEN_FLOORS = (0, 5)
+OPEN_FLOORS = (0, 5, 7)
 """Their rooms are single files, or folders; they import each other in the order in which they stand."""
 
 LIGHT_FILES = tuple(f"specdec.cli.{name}" for name in ("app", "command", "commands", "options", "config_file"))

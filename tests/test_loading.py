@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -108,6 +109,16 @@ def test_a_model_that_judges_texts_is_not_served_with_its_embedding_as_head(name
     path = edited(tmp_path, {"architectures": [name], "tie_word_embeddings": True})
     with pytest.raises(CheckpointError, match=f"cannot be loaded: its class is {name}, which continues no text"):
         Engine.from_pretrained(path, config=CONFIG)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_class_without_a_head_has_its_embedding_as_head_where_the_config_ties_them(tied, make_target, tmp_path):
+    """transformers does the same. A head that is missing is not replaced by an embedding."""
+    model = make_target("llama", tie_word_embeddings=tied)
+    model.model.save_pretrained(tmp_path)
+    checkpoint = Checkpoint.from_name(tmp_path)
+    with nullcontext() if tied else pytest.raises(CheckpointError, match=r"lacks 1 tensors of .*, lm_head\.weight"):
+        torch.testing.assert_close(checkpoint.load(torch.float32, CPU).lm_head.weight, model.model.embed_tokens.weight)
 
 
 def test_gpt2s_own_names_of_sizes_are_checked_too(tmp_path):

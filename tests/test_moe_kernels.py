@@ -156,6 +156,9 @@ def test_scores_choose_and_weigh_as_those_of_transformers(family, poison_empty):
     assert torch.equal(route(x, router).experts, reference_route(x, router).experts)
     by_score = reference_route(x, router._replace(correction=torch.zeros_like(router.correction), groups=1))
     assert not torch.equal(by_score.experts.sort(-1).values, experts.sort(-1).values.int()), "what chooses matters"
+    chosen = route(x, router).experts
+    own = torch.where((chosen >= 4) & (chosen < 8), chosen - 4, -1)  # of a rank with four of them
+    assert torch.equal(route(x, router._replace(owned=(4, 4))).experts, own)
 
 
 @pytest.mark.parametrize("normalised", [True, False])

@@ -109,10 +109,12 @@ def test_page_tables_are_those_of_the_reference(page_size: int, windows: list[in
 
 
 def test_widths_may_be_anything():
-    """No width at all (a step without full layers), more nodes than one program takes, rows that end in the drafts."""
+    """No width at all (a step without full layers), one narrower than a prefix, more nodes than one program takes, rows
+    that end in the drafts."""
     table, rows = filled(1, [4], [3, 20], 19)
     got = tables_of(table, rows, 19, 0)
     assert got.tables[PRIMARY].shape == (2, 0) and got.write[PRIMARY].shape == (2, 19)
+    assert tables_of(table, rows, 19, 9).tables[PRIMARY].shape == (2, 9)  # and the other row's pages are its own
     past_the_row = [[0] * 7] * 2  # null slots
     assert all(slots[:, -7:].tolist() == past_the_row for slots in tables_of(table, rows, 30, 64).write)
 

@@ -173,6 +173,22 @@ def test_more_splits_than_are_merged_at_once(monkeypatch: pytest.MonkeyPatch) ->
     check(*drafts([one]))
 
 
+@pytest.mark.parametrize("name", ["V narrower than K", "a first key", "softcap and sinks", "a level of a tree"])
+def test_splits_are_merged_into_the_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sink counts once; requests of few keys leave splits empty."""
+    monkeypatch.setattr("specdec.attention.kernels.paged_attention.choose_splits", lambda *_: 3)
+    test_the_kernel_is_the_definition(name)
+
+
+def test_a_table_that_begins_late_needs_no_window() -> None:
+    """Keys that it lacks are not read, and the oldest that it has counts once."""
+    requests = trees([40, 40], [-1, 0, 1], **GROUPED)
+    args, _ = drafts(requests, page_size=3, window=30, evict=True)
+    assert args["start"].tolist() == [9, 9]
+    args["window"] = None
+    check(args, dense(requests, args | {"first_key": 9}))
+
+
 def test_tiles_shrink_until_they_fit_the_shared_memory() -> None:
     hopper, ampere, ada = 227 << 10, 163 << 10, 99 << 10  # bytes that one program may use
     decode, verify = choose_paged_tiles(4, 256, 2), choose_paged_tiles(64, 256, 2)

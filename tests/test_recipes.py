@@ -24,8 +24,8 @@ from package_files import module_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "recipes.md"
-FAMILIES = ("gemma-4", "Qwen3", "gpt-oss", "Llama", "Mistral", "GLM", "EXAONE", "Mellum2", "Step", "MiMo")
-USUAL = ("Llama-3.1-8B", "gpt-oss-20b", "MiMo-7B", "Step-3.7-Flash")
+FAMILIES = ("gemma-4", "Qwen3-", "Qwen3.5", "gpt-oss", "Llama", "Mistral", "GLM", "EXAONE", "Mellum2", "Step", "MiMo")
+USUAL = ("Llama-3.1-8B", "gpt-oss-20b", "MiMo-7B", "Step-3.7-Flash", "Qwen3.5-9B")
 EACH = [name if name in USUAL else deep(name) for name in RECIPES]
 MEASURED = {  # milliseconds of a plain step of one request, as docs/results has them
     ("E4B", "H200"): 3.27,
@@ -39,6 +39,9 @@ MEASURED = {  # milliseconds of a plain step of one request, as docs/results has
     ("31B-QAT", "H200"): 7.85,
     ("gpt-oss-20b", "H200"): 1.69,
     ("gpt-oss-120b", "H200"): 2.42,
+    ("Qwen3.5-4B", "H100"): 3.55,
+    ("Qwen3.5-9B", "H100"): 6.00,
+    ("Qwen3.5-27B", "H100"): 18.67,
 }
 
 
@@ -109,7 +112,23 @@ def test_pools_are_those_that_an_engine_allocates(free, monkeypatch):
         assert slots[1] == min(needs.slots[1], half)
 
 
-@pytest.mark.parametrize(("name", "less"), [("31B", "31B-QAT"), ("E4B-QAT", "E2B-QAT"), ("Qwen3-30B-A3B", "Qwen3-8B")])
+def test_states_of_recurrent_layers_leave_less_for_the_pools():
+    found = recipes()["Qwen3.5-9B"]
+    [states] = [group["batch_bytes"] for group in found.groups if group["name"] == "states"]
+    assert [card.pools["states"] for card in found.cards] == [states] * len(CARDS)
+    assert sum(found.cards[0].pools.values()) == pytest.approx(0.8 * (24e9 - sum(found.weights.values())), rel=0.01)
+    assert found.cards[0].requests < REQUESTS
+
+
+@pytest.mark.parametrize(
+    ("name", "less"),
+    [
+        ("31B", "31B-QAT"),
+        ("E4B-QAT", "E2B-QAT"),
+        ("Qwen3-30B-A3B", "Qwen3-8B"),
+        ("Qwen3.5-35B-A3B", "Qwen3.5-27B"),
+    ],
+)
 def test_less_is_the_same_model_in_fewer_bits_or_the_next_smaller(name, less):
     found = recipes()
     assert found[name].on_less.startswith(f"`specdec recipe {less}`")
@@ -143,7 +162,12 @@ def test_a_table_has_every_recipe_and_says_what_its_columns_are():
 
 
 @pytest.mark.parametrize(
-    ("asked", "near"), [("Qwen/Qwen3-14B", "Qwen3-8B"), ("gemma-4-e2b", "E2B"), ("step-3.5", "Step")]
+    ("asked", "near"),
+    [
+        ("Qwen/Qwen3-14B", "Qwen3-8B"),  # spelled more like Qwen3.5-4B, which is of another family
+        ("gemma-4-e2b", "E2B"),
+        ("step-3.5", "Step"),
+    ],
 )
 def test_a_model_without_a_recipe_is_told_the_nearest(asked, near):
     result = run(asked)

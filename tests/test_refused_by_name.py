@@ -79,6 +79,31 @@ def test_a_checkpoint_in_a_subfolder_is_read_and_mismatches_are_always_reported(
         model_loading.Checkpoint.from_name(tmp_path, options).load(torch.float32, torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        ({"num_hidden_layers": 40}, r"lacks \d+ tensors of LlamaForCausalLM, model\.layers\.10\."),
+        ({"hidden_size": 512}, r"tensor lm_head\.weight is \[\d+, 32\], and by the config\.json .* \[\d+, 512\]"),
+    ],
+    ids=["layers", "width"],
+)
+def test_a_config_far_larger_than_its_weights_is_refused_before_a_weight_is_made(
+    edit, says, make_target, monkeypatch, tmp_path
+):
+    devices = set()
+
+    def initialise(_, module: torch.nn.Module) -> None:
+        devices.update(weight.device.type for weight in module.parameters(recurse=False))
+
+    monkeypatch.setattr(transformers.LlamaPreTrainedModel, "_init_weights", initialise)
+    make_target("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "layer_types": None, **edit}))
+    with pytest.raises(CheckpointError, match=says):
+        model_loading.Checkpoint.from_name(tmp_path).load(torch.float32, torch.device("cpu"))
+    assert devices == {"meta"}
+
+
 def test_a_folder_without_a_tokenizer_says_that_there_is_no_text(without_tokenizer, caplog):
     """The text of its outputs was empty, without a word; token ids work."""
     engine = load(without_tokenizer)

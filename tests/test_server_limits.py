@@ -1,5 +1,6 @@
 """`specdec serve` as a process: access, limits on concurrent work, start and stop."""
 
+import asyncio
 import ctypes
 import functools
 import json
@@ -15,11 +16,12 @@ import pytest
 from server_process import STOP_SECONDS, ServerProcess, running_server
 from typer.testing import CliRunner
 
+from specdec import Engine
 from specdec.cli.app import app
 from specdec.errors import ConfigError
 from specdec.serving.server_settings import ServeSettings
 
-from served_engine import until
+from served_engine import served, until
 
 KEY = "k-123"
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 4}
@@ -215,6 +217,15 @@ def takes_no_more(server: ServerProcess) -> bool:
     except httpx.TransportError:  # it was taken, and dropped
         pass
     return False
+
+
+def test_a_request_to_a_server_that_is_stopping_is_sent_to_another_one():
+    """It was told to make a new engine, which no client can."""
+    with Engine.from_pretrained("tiny-gemma4") as engine, served(engine) as (url, running, loop):
+        asyncio.run_coroutine_threadsafe(running.close(), loop).result(60)
+        answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT, timeout=60)
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["message"] == "the server is stopping; ask another one"
 
 
 @pytest.mark.deep

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specdec.kvcache.layer_context import Destination
-from specdec.kvcache.layout import PrimaryLoc
+from specdec.kvcache.layout import GroupLoc, PrimaryLoc
 from specdec.kvcache.store import PoolAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
 
 from marks import usual_cases
@@ -57,6 +57,17 @@ def test_store_takes_any_strides():
     assert not pool_k[others].any() and not pool_v[others].any()
 
 
+@pytest.mark.parametrize(("k_dim", "v_dim"), [(5, 3), (3, 5), (3, 700)])
+def test_keys_and_values_may_differ_in_size(k_dim: int, v_dim: int):
+    """No row is written past its end: every other slot keeps its numbers."""
+    torch.manual_seed(0)
+    k, v, pool_k, pool_v = (numbers(n, 2, dim) for n in (3, 9) for dim in (k_dim, v_dim))
+    where, want = slots(7, 1, 4), (pool_k.clone(), pool_v.clone())
+    reference_store_kv(Destination(*want, where), k, v)
+    store_kv(Destination(pool_k, pool_v, where), k, v)
+    assert torch.equal(pool_k, want[0]) and torch.equal(pool_v, want[1])
+
+
 def test_move_by_eye():
     """Node path 0, 2, 3 after 4 committed tokens: rows 6 and 7 go to 5 and 6, so 6 is read before it is written."""
     pool = torch.arange(8, dtype=torch.float32, device=DEVICE).view(8, 1, 1)
@@ -80,7 +91,8 @@ def test_moves_that_overlap(source: tuple[int, ...], destination: tuple[int, ...
     pools = [numbers(10, heads, dim) for heads, dim in [(1, 1), (2, 3), (1, 700), (4, 300)]]
     want = [pool.clone() for pool in pools]
     reference_move_kv(want, slots(*source), slots(*destination))
-    move_kv(PoolAddresses.from_pools(pools), slots(*source), slots(*destination))
+    pairs = slots(*source, *destination).view(2, -1).t().contiguous()
+    move_kv(PoolAddresses.from_pools(pools), *(GroupLoc(column) for column in pairs.unbind(1)))
     for pool, expected in zip(pools, want, strict=True):
         torch.testing.assert_close(pool, expected, rtol=0, atol=0)
 
@@ -103,6 +115,7 @@ def test_move_copies_bits_of_any_dtype():
 def test_words_are_as_large_as_all_rows_allow():
     assert PoolAddresses.from_pools([numbers(3, 2, 8), numbers(3, 1, 2)]).word == torch.int64
     assert PoolAddresses.from_pools([numbers(3, 2, 8), numbers(3, 1, 3)]).word == torch.int32
+    assert PoolAddresses.from_pools([numbers(25)[1:].view(3, 2, 4)]).word == torch.int32  # begins within 8 bytes
 
 
 def test_nothing_to_store_and_nothing_to_move():

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from answer_formats import invoked
+from answer_formats import as_glm, invoked
 from hypothesis import given
 from hypothesis import strategies as st
 from test_tools import gathered, parsed
@@ -124,3 +124,35 @@ def test_a_value_of_minimax_that_is_not_closed_ends_where_another_parameter_begi
     text = invoked("f", {"a": "<parameter>", "b": 1}).replace("</parameter>", "", 1)
     content, [(_, arguments)] = parsed("minimax_m2", text, tools=tools)
     assert content == "" and json.loads(arguments) == {"a": "<parameter>\n", "b": 1}
+
+
+FORMATS = {  # parser, how it writes a call and the end of a value
+    "coder": ("hermes", lambda name, values: tagged(*(parameter(*each) for each in values.items())), "</parameter>"),
+    "glm": ("hermes", as_glm, "</arg_value>"),
+    "minimax": ("minimax_m2", invoked, "</parameter>"),
+}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_values_of_all_formats_end_by_the_same_rules(form):
+    """A value of GLM ended at any mark, and held the next parameter if it was not closed; one of MiniMax that was not
+    closed held the next call."""
+    parser, written, end = FORMATS[form]
+    tools = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}}
+
+    def read(text):
+        for pieces in ([text], text):
+            content, calls = parsed(parser, pieces, tools=tools)
+            assert content.strip() == ""
+        found = [json.loads(arguments, object_pairs_hook=list) for _, arguments in calls]
+        return [[(key, value.strip() if key == "a" else value) for key, value in pairs] for pairs in found]
+
+    one, both = written("f", {"a": "x"}), written("f", {"a": "x", "b": 3})
+    code = f"if a < '{end}' or b"
+    assert read(written("f", {"a": code, "b": 3})) == [[("a", code), ("b", 3)]]
+    assert read(written("f", {"a": one, "b": 3})) == [[("a", one), ("b", 3)]]  # a whole call, quoted
+    assert read(both.replace(end, "", 1)) == [[("a", "x"), ("b", 3)]]
+    assert read(one.replace(end, "", 1)) == [[("a", "x")]]
+    assert read(one.replace(end, "", 1) + one) == [[("a", "x")], [("a", "x")]]
+    assert read(one.replace(end, "", 1).rpartition("\n")[0] or one) == [[("a", "x")]]  # nor is the block around it
+    assert read(written("f", {"a": "x", "zz": "y"}).replace("zz", "a")) == [[("a", "x")]]

@@ -381,7 +381,7 @@ def test_two_processes_train_one_head(ranks, checkpoint, prompts, tmp_path) -> N
     """Each takes its own prompts and rows; averaged gradients keep one set of weights, which the first one saves."""
     out = tmp_path / "pair"
     folders = ["--target", str(checkpoint), "--prompts", str(prompts), "--out", str(out)]
-    done = ranks(["-m", "specdec.cli", "train", *folders, *SMALL.split()])
+    done = ranks(["-m", "specdec", "train", *folders, *SMALL.split()])
     assert [each.returncode for each in done] == [0] * len(done), [each.stderr[-2000:] for each in done]
     report = json.loads((out / "training" / "report.json").read_text())
     assert report["processes"] == 2 and report["answers"] == 16 and report["steps"] == 4

@@ -236,13 +236,15 @@ def test_own_keys_of_a_small_tree() -> None:
 
 
 @pytest.mark.parametrize("page_size", [deep(1), 4])
-def test_own_keys_against_the_reference(page_size: int) -> None:
+def test_own_keys_against_the_reference(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several programs make a row, and the nodes are the first of a wider table."""
+    monkeypatch.setattr("specdec.attention.kernels.own_keys.BLOCK", 32)
     g = torch.Generator().manual_seed(0)
     lengths = torch.tensor([0, 63, 64, 100], device=DEVICE)
     start = torch.tensor([0, 60, 0, 72], device=DEVICE)
     pages = torch.randint(1, 99, (4, 100 // page_size), generator=g).to(DEVICE)
     write = torch.randint(1, 999, (4, 33), generator=g).to(DEVICE)
-    parents = torch.tensor([bushy(33, seed) for seed in range(4)], device=DEVICE)
+    parents = torch.tensor([bushy(40, seed) for seed in range(4)], device=DEVICE)[:, :33]
     for tree in (None, parents):
         for nodes in (None, write) if tree is None else (write,):
             table = PageTable(pages, start, lengths, page_size)

@@ -122,6 +122,13 @@ def test_accept_on_the_worked_tree(drawn: list[int], path: list[int], emitted: l
     assert accepted.tokens[0, :length].tolist() == emitted
 
 
+def test_equal_siblings_of_a_bad_draft_add_no_token():
+    """Every tree gives the same output, also one that breaks the rule of distinct siblings."""
+    tree = DraftTree.from_parents(ids([[10, 11, 11, 11, 12]]), ids([[-1, 0, 0, 0, 2]]))
+    accepted = reference_accept(tree, ids([[11, 12, 12, 12, 77]]))
+    assert accepted.length.tolist() == [3] and accepted.tokens[0, :3].tolist() == [11, 12, 77]
+
+
 # growing and describing
 
 

@@ -59,7 +59,7 @@ SIZES = {
         "decoder_attention_heads decoder_layers encoder_attention_heads encoder_layers index_topk "
         "linear_num_value_heads mamba_n_heads mamba_num_heads moe_num_experts n_head n_heads n_layer n_layers "
         "n_routed_experts num_attention_heads num_experts num_heads num_hidden_layers num_layers "
-        "num_local_experts"
+        "num_local_experts rotary_dim"
     ),
     8: (
         "attention_head_dim attention_window_size d_kv head_dim hidden_size_per_layer_input "

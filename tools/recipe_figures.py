@@ -27,7 +27,7 @@ from specdec.measurement.model_shapes import SHAPES, MtpSpec, Shrink
 from specdec.measurement.random_weights import FORMS, build_model, count_drafter, target_on_meta
 from specdec.measurement.recipes import CARDS, CONTEXT, READ_BANDWIDTHS, REQUESTS, TOKENS, CardMemory, Recipe, StepTime
 from specdec.models.described_model import META, ModelOnMeta
-from specdec.models.published import RECIPES, PublishedPair
+from specdec.models.published import RECIPES, PublishedPair, family_part
 from specdec.models.weight_storage import stored_weights
 from specdec.runtime.sizing import KV_SHARE, CacheNeeds
 
@@ -71,7 +71,7 @@ def recipe(
 
 def card_memory(gigabytes: int, gpus: int, needs: CacheNeeds, config: EngineConfig, weights: int) -> CardMemory:
     """weights: bytes of the pair; `gpus` GPUs share weights and pools evenly."""
-    budget = int((gpus * gigabytes * 1e9 - weights) * KV_SHARE["cuda"])
+    budget = int((gpus * gigabytes * 1e9 - weights) * KV_SHARE["cuda"]) - needs.all_state_bytes
     slots = needs.slots_within(config, max(budget, 0))
     requests = min(there // held for there, held in zip(slots, needs.held, strict=True))
     tokens = min(slots[PRIMARY], REQUESTS * TOKENS)
@@ -80,6 +80,8 @@ def card_memory(gigabytes: int, gpus: int, needs: CacheNeeds, config: EngineConf
     names = [kept.name for kept in needs.groups]
     whole = ((count // needs.page_size + 1) * needs.page_size for count in slots)  # with page 0, which holds no tokens
     pools = {name: count * size for name, count, size in zip(names, whole, needs.slot_bytes, strict=True)}
+    if needs.state_bytes:
+        pools["states"] = needs.all_state_bytes
     return CardMemory(gigabytes, pools, tokens, min(requests, REQUESTS))
 
 
@@ -102,9 +104,9 @@ def plan_shape_drafter(
 def step_time(pair: PublishedPair, gpu: str, floor: int) -> StepTime:
     """floor: bytes that the step reads, on all GPUs together."""
     own = pair.multiples.get(gpu)
-    multiple = own or pair.assumed or next(iter(pair.multiples.values()), None)
+    multiple = own or pair.assumed or next(iter(pair.multiples.values()))
     floor_ms = 1e3 * floor / pair.gpus / READ_BANDWIDTHS[gpu]
-    return StepTime(gpu, floor_ms, multiple, own is not None, None if multiple is None else floor_ms * multiple)
+    return StepTime(gpu, floor_ms, multiple, own is not None, floor_ms * multiple)
 
 
 def serve_command(pair: PublishedPair) -> str:
@@ -121,7 +123,7 @@ def on_less(pair: PublishedPair) -> str:
     smaller = [
         other
         for other in RECIPES.values()
-        if family(other) == family(pair) and gigabytes_of(other) < SMALLER * gigabytes_of(pair)
+        if family_part(other.target) == family_part(pair.target) and gigabytes_of(other) < SMALLER * gigabytes_of(pair)
     ]
     if smaller:
         best = max(
@@ -133,10 +135,6 @@ def on_less(pair: PublishedPair) -> str:
     if not pair.form:
         ways.append("a checkpoint in int4 (a third of the weights)")
     return ", ".join(ways if pair.gpus == 1 else [*ways, f"more GPUs (`--tensor-parallel {2 * pair.gpus}`)"])
-
-
-def family(pair: PublishedPair) -> str:
-    return str(SHAPES[pair.shape].target_fields["model_type"]).partition("_")[0]
 
 
 def gigabytes_of(pair: PublishedPair) -> float:

@@ -164,7 +164,8 @@ def reference_accept(tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
     nodes = torch.arange(num_nodes, device=target_tokens.device).expand(batch, num_nodes)
     by_depth = torch.where(accepted, tree.depth, num_nodes)  # column num_nodes takes rejected nodes
     path = nodes.new_zeros((batch, num_nodes + 1)).scatter_(1, by_depth, nodes)[:, :num_nodes]
-    return Accepted(path, accepted.sum(dim=-1), target_tokens.gather(1, path))
+    length = 1 + torch.where(accepted, tree.depth, 0).amax(dim=-1)  # not a sum: siblings of a bad draft may be equal
+    return Accepted(path, length, target_tokens.gather(1, path))
 
 
 @triton.jit(do_not_specialize=["num_nodes", "max_depth"])

@@ -5,6 +5,7 @@ shape. Those in `CHECKED_KEYS` are checked here, for target and drafter, and ref
 rest of their keys. Tensors are loaded into a head, with the target tokens that the head drafts (`d2t`, `t2d`).
 """
 
+import difflib
 import json
 import logging
 import re
@@ -190,7 +191,10 @@ def stored_tensor(file: Path, name: str) -> torch.Tensor:
 
 def require_language_model(config: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a config.json names a class that judges texts. With its embedding as head it would be
-    loaded as a language model."""
+    loaded as a language model.
+
+    A class without a head (`LlamaModel`) is read as in transformers: its head is the embedding if the config ties them,
+    else it is missing, which is an error. Embedding models that name a language model's class cannot be told apart."""
     for name in config.get("architectures") or ():
         if str(name).endswith(JUDGES):
             raise CheckpointError(
@@ -213,6 +217,31 @@ def require_float_weights(folder: Path, model: nn.Module, unused: Iterable[str])
                     f"{name} is stored in whole numbers ({dtype}), so it is quantised, and no quantization_config in "
                     "config.json says how; give a checkpoint that has one"
                 )
+
+
+def require_every_tensor(name: str, model: nn.Module, info: Mapping[str, Any]) -> list[str]:
+    """Raise CheckpointError if tensors of a model, by transformers' info, are missing in the checkpoint `name` or
+    have another shape there: they are random numbers. Returns the checkpoint's tensors that are not used."""
+    for key, stored, made in sorted(info["mismatched_keys"])[:1]:
+        raise CheckpointError(
+            f"{name!r}: tensor {key} is {list(stored)}, and by the config.json it would be {list(made)}; give a "
+            "config.json and weights that belong together"
+        )
+    missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    if missing:
+        near = difflib.get_close_matches(missing[-1], unused, n=1, cutoff=0)
+        others = f" (and has {len(unused)} others, such as {near[0]})" if near else ""
+        raise CheckpointError(
+            f"{name!r}: the checkpoint lacks {len(missing)} tensors of {type(model).__name__}, {missing[0]} first"
+            f"{others}; they would be random numbers"
+        )
+    return unused
+
+
+def size_of_weights(folder: Path) -> int:
+    """Bytes of the files of a checkpoint's weights; 0: there are none."""
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    return sum(file.stat().st_size for file in files)
 
 
 def damaged_file(folder: Path) -> str | None:

@@ -128,7 +128,7 @@ class EvalOptions(SamplingNumbers, PairOptions):
     gsm8k: accuracy, strict (`#### n`) and by the last number. mt-bench, humaneval, spec-bench, speed-bench: speed and
     acceptance only, by category; answers are not judged and programs are not executed.
 
-    Several GPUs or machines: accelerate launch -m specdec.cli eval gsm8k ...
+    Several GPUs or machines: accelerate launch -m specdec eval gsm8k ...
     """
 
     task: Annotated[
@@ -228,7 +228,7 @@ def train(settings: TrainSettings) -> None:
 class TrainOptions(TrainSettings):
     """Train a drafter for a target on the target's own answers to your prompts.
 
-    The same command resumes a stopped training. Several GPUs: accelerate launch -m specdec.cli train ...
+    The same command resumes a stopped training. Several GPUs: accelerate launch -m specdec train ...
     """
 
 

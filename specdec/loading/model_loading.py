@@ -10,9 +10,10 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,11 +30,12 @@ from specdec.draft_models.checkpoints import checkpoint_files
 from specdec.draft_models.registry import WORDS, building, require_target
 from specdec.errors import CheckpointError, ConfigError, SpecDecError, UnsupportedModelError, about, first_line, shown
 from specdec.loading.read_tokenizer import read_tokenizer
+from specdec.models.described_model import META, model_on_meta
 from specdec.models.published import BUNDLED_NAMES, resolve_name
 from specdec.models.quantised.packed_quantizer import PackedConfig, without_quantization
 from specdec.models.quantised.quantised_weights import require_values_read
 from specdec.models.quantised.quantization_config import Quantization, quantization_of, stored_config
-from specdec.models.weight_storage import weights_in_words
+from specdec.models.weight_storage import stored_weights, weights_in_words
 from specdec.modules.transformers_names import auto_class, config_read_as
 from specdec.settings.plain_arguments import as_dtype
 
@@ -165,13 +167,43 @@ class Checkpoint:
             options["quantization_config"] = PackedConfig(promised)
             if device.type != "cpu":  # packed on the device, file by file
                 options.setdefault("device_map", {"": device})
-        try:
+        with self._explaining(config):
             if isinstance(asked, dict) and self.quantization is not None:  # only objects override a stored config
                 options["quantization_config"] = AutoQuantizationConfig.from_dict(asked)
+            arguments = {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True, **options}
+            load = partial(auto_class(config).from_pretrained, self.path, **arguments)
+            plain = self.quantization is None and asked is None
+            described: Any = load(device_map={"": META}) if plain and self._holds_too_little(config, dtype) else None
+        if described is not None:  # before minutes of random numbers
+            checkpoint_files.require_every_tensor(self.name, *described)
+        with self._explaining(config):
+            loaded: Any = load()
+        model, info = loaded
+        with about(f"{self.name!r} cannot be loaded"):
+            applied = getattr(model, "_hf_peft_config_loaded", False)
+            checkpoint_files.require_no_adapter(self.config_file.parent, applied)
+            require_values_read(model, info["unexpected_keys"])
+            if self.quantization is None:
+                checkpoint_files.require_float_weights(self.config_file.parent, model, info["unexpected_keys"])
+        unused = checkpoint_files.require_every_tensor(self.name, model, info)
+        if unused:
+            logger.info("%s: %d tensors of the checkpoint are not used, %s first", self.name, len(unused), unused[0])
+        placed = "device_map" in options or getattr(model, "is_quantized", False)  # quantisers place modules themselves
+        ready: PreTrainedModel = (model if placed else model.to(device=device)).eval()
+        return ready
+
+    def _holds_too_little(self, config: Any, dtype: torch.dtype) -> bool:
+        """Have its files fewer bytes than its config's model has numbers? Then tensors are missing or too small."""
+        size = checkpoint_files.size_of_weights(self.config_file.parent)
+        trusted = {name: value for name, value in self.options.items() if name == "trust_remote_code"}
+        return size > 0 and size < stored_weights(model_on_meta(config, dtype, **trusted)).numbers
+
+    @contextmanager
+    def _explaining(self, config: Any) -> Iterator[None]:
+        """Context in which transformers builds and loads the model; its errors become one sentence."""
+        try:
             with building(self.config):
-                loaded: Any = auto_class(config).from_pretrained(
-                    self.path, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
-                )
+                yield
         except MemoryError:
             raise
         except Exception as error:  # transformers raises many kinds of errors for a checkpoint
@@ -186,31 +218,6 @@ class Checkpoint:
                 f"{self.name!r} ({config.model_type}) cannot be loaded: "
                 f"{reason or checkpoint_files.loading_reason(error, self.config)}"
             ) from error
-        model, info = loaded
-        with about(f"{self.name!r} cannot be loaded"):
-            applied = getattr(model, "_hf_peft_config_loaded", False)
-            checkpoint_files.require_no_adapter(self.config_file.parent, applied)
-            require_values_read(model, info["unexpected_keys"])
-            if self.quantization is None:
-                checkpoint_files.require_float_weights(self.config_file.parent, model, info["unexpected_keys"])
-        for key, stored, made in sorted(info["mismatched_keys"])[:1]:  # these would be random too
-            raise CheckpointError(
-                f"{self.name!r}: tensor {key} is {list(stored)}, and by the config.json it would be {list(made)}; give "
-                "a config.json and weights that belong together"
-            )
-        missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-        if missing:
-            near = difflib.get_close_matches(missing[-1], unused, n=1, cutoff=0)
-            others = f" (and has {len(unused)} others, such as {near[0]})" if near else ""
-            raise CheckpointError(
-                f"{self.name!r}: the checkpoint lacks {len(missing)} tensors of {type(model).__name__}, {missing[0]} "
-                f"first{others}; they would be random numbers"
-            )
-        if unused:
-            logger.info("%s: %d tensors of the checkpoint are not used, %s first", self.name, len(unused), unused[0])
-        placed = "device_map" in options or getattr(model, "is_quantized", False)  # quantisers place modules themselves
-        ready: PreTrainedModel = (model if placed else model.to(device=device)).eval()
-        return ready
 
 
 def _understood(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.config import EngineConfig, SpecConfig
-from specdec.draft_models.checkpoints.checkpoint_files import is_unquantised, tensor_files
+from specdec.draft_models.checkpoints.checkpoint_files import is_unquantised, size_of_weights, tensor_files
 from specdec.draft_models.checkpoints.drafter_formats import layout_of_config
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_config
 from specdec.draft_models.language_model import require_stateless
@@ -213,6 +213,4 @@ def _weight_bytes(checkpoint: Checkpoint, model: PreTrainedModel | None) -> int 
     """Bytes of the weights of a model on `meta`; bytes of the files if the model is None or quantised."""
     if model is not None and checkpoint.quantization is None and "quantization_config" not in checkpoint.options:
         return stored_weights(model).bytes
-    folder = checkpoint.config_file.parent
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    return sum(file.stat().st_size for file in files) or None
+    return size_of_weights(checkpoint.config_file.parent) or None

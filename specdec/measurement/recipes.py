@@ -34,13 +34,13 @@ class CardMemory:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """A plain step of one request. multiple and expected_ms are None if no similar model was ever measured."""
+    """A plain step of one request. measured: the multiple of the floor was measured for this pair on this GPU."""
 
     gpu: str
     floor_ms: float
-    multiple: float | None
+    multiple: float
     measured: bool
-    expected_ms: float | None
+    expected_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,4 @@ def row(found: Recipe) -> tuple[str, ...]:
 
 def step_words(step: StepTime) -> str:
     """The floor and the expected time; ~: from an assumed multiple."""
-    if step.expected_ms is None:
-        return f"{step.floor_ms:.1f}, ?"
     return f"{step.floor_ms:.1f}, {'' if step.measured else '~'}{step.expected_ms:.1f}"

@@ -46,7 +46,7 @@ class PublishedPair:
     form: storage of `quantised` weights, a name of `specdec bench --weights`.
     gpus: devices that share the target.
     multiples: measured time of a plain step of one request divided by its memory floor, by GPU.
-    assumed: the multiple of a similar pair, if this one was not measured; 0: unknown.
+    assumed: the multiple of a similar pair, if this one was not measured; 0: that of its other GPU.
     """
 
     name: str
@@ -106,15 +106,22 @@ def published_steps(drafter: str) -> int | None:
 
 
 def nearest_recipe(target: str, cutoff: float) -> PublishedPair | None:
-    """The recipe whose name is most similar to a target's. cutoff: 0 accepts any, 1 only the same name."""
+    """The recipe whose name is most similar to a target's, of the same family if there is one. cutoff: 0 accepts any,
+    1 only the same name."""
     named = {last_part(name): pair for pair in RECIPES.values() for name in (pair.name, pair.target)}
-    near = get_close_matches(last_part(target), named, n=1, cutoff=cutoff)
+    alike = [name for name in named if family_part(name) == family_part(target)]
+    near = get_close_matches(last_part(target), alike or named, n=1, cutoff=cutoff)
     return named[near[0]] if near else None
 
 
 def last_part(name: str) -> str:
     """Last part of a path or hub id, in lower case."""
     return name.rstrip("/").rpartition("/")[2].lower()
+
+
+def family_part(name: str) -> str:
+    """The family of a path or hub id: `qwen3.5` of "Qwen/Qwen3.5-4B"."""
+    return last_part(name).partition("-")[0]
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:

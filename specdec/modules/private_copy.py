@@ -25,7 +25,8 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4UnifiedRMSNorm
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
-ATTENTION_NAME = "specdec"
+from specdec.modules.own_attention import ATTENTION_NAME, use_own_attention
+
 HOOKS = [name for name in vars(nn.Module()) if "hooks" in name]
 OFFLOADING = ("_hf_hook", "_old_forward", "forward")
 """Attributes that accelerate sets on an offloaded module. They are bound to the original; a copy is never offloaded."""
@@ -120,6 +121,7 @@ def private_copy(module: nn.Module, attention: str = ATTENTION_NAME) -> nn.Modul
     for config in text_configs(twin):
         config._attn_implementation_internal = attention
     for part in twin.modules() if attention == ATTENTION_NAME else ():
+        use_own_attention(part)
         if type(part).__name__ in WITHOUT_KEYWORDS:
             part.register_forward_pre_hook(_context_as_mask, with_kwargs=True)
     return twin

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specdec.errors import CapacityError
+from specdec.errors import CapacityError, counted
 from specdec.gpu.captures import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.layout import PRIMARY
@@ -126,12 +126,13 @@ class Scheduler:
 
     def require_fits(self, prompt_len: int, max_new_tokens: int) -> None:
         """Raise CapacityError unless a request of this size fits the empty pools and the model length."""
-        prompt, asked = (f"a prompt of {prompt_len} tokens{more}" for more in ("", f" with {max_new_tokens=}"))
+        prompt = f"a prompt of {counted(prompt_len, 'token')}"
+        asked = f"{prompt} with {max_new_tokens=}"
         over, least = prompt_len + max_new_tokens - self.max_model_len, min(max_new_tokens, 1)
         if over > 0:
             limit = f"max_model_len={self.max_model_len}"
             advice = [f"shorten the prompt by {over}"] * (over < prompt_len)
-            advice += [f"ask for at most {max_new_tokens - over} new tokens"] * (over < max_new_tokens)
+            advice += [f"ask for at most {counted(max_new_tokens - over, 'new token')}"] * (over < max_new_tokens)
             message = f"{asked} makes {prompt_len + max_new_tokens} tokens, more than {limit}"
             if over >= max_new_tokens:  # no value of max_new_tokens would fit
                 message = f"{prompt} leaves no room for an answer" if least else prompt

@@ -105,7 +105,7 @@ class EngineThread:
         if not taken:
             for handle in streams.handles:
                 handle.abort()
-            raise StoppingError(self.stopped or "this engine is closing; make a new one")
+            raise StoppingError(self.stopped or ENGINE_CLOSED)
         for handle in streams.handles:
             handle.report_to(self._news)
         self._wake.put(None)

@@ -13,7 +13,7 @@ KEY_OF_TABLE = (
     f"K/V: {REQUESTS} requests of {TOKENS:,} tokens, by cache group. 24 GB, ...: how many of these requests fit; "
     "-: the weights leave no room.\n"
     f"H100, H200: milliseconds of a plain step of one request of {CONTEXT:,} tokens: at least, expected "
-    "(~: assumed from a similar pair; ?: unknown)."
+    "(~: assumed from a similar pair)."
 )
 
 
@@ -63,8 +63,6 @@ def recipe_lines(found: Recipe) -> Iterator[str]:
 
 def step_line(step: StepTime) -> str:
     floor = f"{step.gpu}: at least {step.floor_ms:.2f} ms to read its weights and K/V"
-    if step.expected_ms is None:
-        return f"{floor}; no time of such layers is known"
     source = "measured" if step.measured else "assumed from a similar pair"
     return f"{floor}; expected {step.expected_ms:.2f} ms, {step.multiple:.2f} times that ({source})"
 

@@ -45,6 +45,12 @@ FIRST_GUESS = 1.5
 MIN_DRAFT_TIME_RATIO = 0.95
 """If a round with drafts takes less than this many plain rounds, the time of plain rounds is wrong."""
 
+RETRY_ROUNDS = 32
+"""Rounds after which a draft is timed anew, once, if it became slow in fewer rounds: that may have been a burst."""
+
+SLOW = 1.5
+"""A draft that takes this many times as long as before became slow."""
+
 ROW_WEIGHT = 4.0
 """Weight, in drafts, of the engine's chances in the estimate of a row."""
 
@@ -158,8 +164,8 @@ class RoundTimes:
     raise it. If the draft with the most samples takes longer than measured at the start, the measured times of all
     drafts rise by the same factor. A draft (or no draft) that has not run in the newest DECAY_ROUNDS rounds loses its
     samples, which only replace a guess, and is hoped to take half its time, later a quarter and so on. So it is tried
-    again. If the lower quartile of a draft is below a plain round, plain rounds were timed next to other work, and all
-    samples are dropped.
+    again, and once after RETRY_ROUNDS rounds if it just became slow. If the lower quartile of a draft is below a plain
+    round, plain rounds were timed next to other work, and all samples are dropped.
 
     timed: seconds [K] with each draft (the first is no draft), measured at the start; 0: unknown. seconds: believed and
     hopeful times, [2, K].
@@ -169,6 +175,7 @@ class RoundTimes:
         self.timed = np.array(timed)
         self._own: list[deque[float]] = [deque(maxlen=MAX_SAMPLES) for _ in timed]
         self._last = [0] * len(timed)  # number of the last round with each draft
+        self._slow_rounds = [RETRY_ROUNDS] * len(timed)  # rounds with each draft since it last took what was timed
         self._rounds = 0
         self.seconds = self._believed()
 
@@ -180,13 +187,19 @@ class RoundTimes:
         if is_doubtful or not self.timed[0]:
             self.timed[0] = low  # a plain round takes at most this
         for index, own in enumerate(self._own):
-            if self._rounds - self._last[index] > DECAY_ROUNDS and own:
-                self.timed[index] = self.timed[index] or lower_quartile(own[0], own)  # better than a guess
-                own.clear()
-            elif is_doubtful:
+            unused, now = self._rounds - self._last[index], lower_quartile(self.timed[index] or np.inf, own)
+            if own and (unused > DECAY_ROUNDS or len(own) == MAX_SAMPLES):
+                self.timed[index] = self.timed[index] or now  # better than a guess
+            became_slow = 0 < self._slow_rounds[index] < RETRY_ROUNDS and now > SLOW * self.timed[index]
+            if retry := became_slow and unused > RETRY_ROUNDS:
+                self._slow_rounds[index] = RETRY_ROUNDS
+            if is_doubtful or retry or unused > DECAY_ROUNDS:
                 own.clear()
         self._own[draft_index].append(seconds)
         self._last[draft_index] = self._rounds
+        timed, own = self.timed[draft_index], self._own[draft_index]
+        is_slow = max(seconds, lower_quartile(timed, own)) > SLOW * timed > 0
+        self._slow_rounds[draft_index] = self._slow_rounds[draft_index] + 1 if is_slow else 0
         self.seconds = self._believed()
 
     def _believed(self) -> FloatArray:

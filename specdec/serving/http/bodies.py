@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect
 
 from specdec.serving.fair_pool import FairPool, wait_for
 from specdec.serving.http.events import while_connected
-from specdec.serving.http.faults import ApiError, invalid_body
+from specdec.serving.http.faults import STOPPING, ApiError, invalid_body
 from specdec.serving.server_settings import ServeSettings
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -148,7 +148,7 @@ class BodyReader:
                     await discard_body(request)
         except TimeoutError:
             if self._stopping:
-                raise ApiError(503, "the server is stopping; ask another one", code="stopping", headers=CLOSE) from None
+                raise ApiError(503, STOPPING, code="stopping", headers=CLOSE) from None
             message = f"the body did not arrive within {self._seconds:g} s; send it faster"
             raise ApiError(408, message, code="timeout", headers=CLOSE) from None
         except ClientDisconnect:

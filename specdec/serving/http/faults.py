@@ -19,6 +19,7 @@ from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.routing import Match
 
 from specdec.errors import (
+    ENGINE_CLOSED,
     CapacityError,
     ConfigError,
     QueueFullError,
@@ -58,6 +59,7 @@ ANSWERS: dict[type[Exception], tuple[int, str | None]] = {
     SpecDecError: (500, None),  # such as a failed round
 }
 """Status and code of the product's errors; the first match counts."""
+STOPPING = "the server is stopping; ask another one"
 
 
 class ApiError(Exception):
@@ -99,7 +101,7 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     for kind, (status, code) in ANSWERS.items():
         if isinstance(error, kind):
-            message = str(error).replace("max_new_tokens", "max_tokens")
+            message = str(error).replace("max_new_tokens", "max_tokens").replace(ENGINE_CLOSED, STOPPING)
             # named as in the Python API: top_p=2
             setting = re.match(r"(\w+)(=| holds token id )", message) if status == 400 else None
             param = setting and setting[1]
