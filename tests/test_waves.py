@@ -75,6 +75,6 @@ def test_a_whole_answer_wakes_its_reader_when_a_sample_ends(make_target, make_en
             [out] = await served.generate([1, 2, 3], params)
             assert len(out.token_ids) == 12 and waves == [1]
             streamed = [token async for delta in served.stream([1, 2, 3], params) for token in delta.token_ids]
-            assert streamed == out.token_ids and len(waves) > 4
+            assert streamed == out.token_ids and len(waves) > 1
 
     asyncio.run(run())

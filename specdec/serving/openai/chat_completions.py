@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from fastapi import APIRouter
@@ -51,17 +51,18 @@ class ChatTextAnswer(TextAnswer):
         return [MessageBuilder(thoughts=self.body.include_reasoning is not False) for _ in self.readers]
 
     async def read_request(self) -> SamplingParams:
-        body, engine = self.body, self.engine
-        engine.require_places(max(1, self.n))
-        prompt = await chat_prompt(body, self.state, self.choice.tools)
-        params = await engine.off_loop(partial(self._make_params, len(prompt)))
-        if body.truncate_prompt_tokens is not None:
-            prompt = truncate_prompt(body, engine, prompt, params.max_new_tokens)
-            params = await engine.off_loop(partial(self._make_params, len(prompt)))
+        self.engine.require_places(max(1, self.n))
+        return await self.engine.off_loop(self._read)
+
+    def _read(self) -> SamplingParams:
+        prompt = chat_prompt(self.body, self.state, self.choice.tools)
+        params = self._make_params(len(prompt))
+        if self.body.truncate_prompt_tokens is not None:
+            prompt = truncate_prompt(self.body, self.engine, prompt, params.max_new_tokens)
+            params = self._make_params(len(prompt))
         self.prompts = [prompt]
         if params.stop and self._may_think:
-            parser = await engine.off_loop(partial(self._make_parser, params))
-            params = replace(params, thought_marks=parser.thought_marks)
+            params = replace(params, thought_marks=self._make_parser(params).thought_marks)
         return params
 
     @property

@@ -28,18 +28,16 @@ NOT_OPTIONS = {
 """Keys that `chat_template_kwargs` may not have, with the reason."""
 
 
-async def chat_prompt(body: ChatRequest, state: ServeState, tools: Sequence[Tool]) -> list[int]:
-    """The token ids of a chat. tools: those that the template is told."""
+def chat_prompt(body: ChatRequest, state: ServeState, tools: Sequence[Tool]) -> list[int]:
+    """The token ids of a chat; a long one takes time. tools: those that the template is told."""
     options = body.chat_template_kwargs or {}
     for name, reason in NOT_OPTIONS.items():
         if name in options:
             raise refused("chat_template_kwargs", f"chat_template_kwargs holds {name}: {reason}; leave it out")
     template = template_text(getattr(state.tokenizer, "chat_template", None))
     told = {"tools": [_plain_tool(tool, template) for tool in tools]} if tools else {}
-    plain = (_plain_message(f"messages[{index}]", message, template) for index, message in enumerate(body.messages))
-    messages = await state.engine.off_loop(lambda: list(plain))
-    return await state.engine.chat_prompt(
-        messages,
+    return state.engine.read_chat(
+        [_plain_message(f"messages[{index}]", message, template) for index, message in enumerate(body.messages)],
         special_tokens_in_content=state.settings.special_tokens_in_content,
         **_template_options(body, template) | options | told,
     )

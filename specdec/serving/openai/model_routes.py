@@ -104,6 +104,6 @@ async def _chat_tokens(body: TokenizeRequest, messages: Messages, state: ServeSt
         chat_template_kwargs=body.chat_template_kwargs,
     )
     try:
-        return await chat_prompt(chat, state, body.tools or ())
+        return await state.engine.off_loop(lambda: chat_prompt(chat, state, body.tools or ()))
     except ConfigError as error:
         raise refused("messages", str(error), "invalid_value") from error

@@ -1,0 +1,88 @@
+"""Tokens a second of streamed chats over HTTP, next to `Engine.generate` in the same process. Clients have processes of
+their own. Texts are of random words; prompts have a token for each character."""
+
+import json
+import os
+import random
+import signal
+import statistics
+import string
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from bench.device import ROOT  # isort: skip - before triton
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from bench.report import Row
+from bench.subjects import OPERATIONS, engine_of, pair_of, prompts_of
+from specdec import SamplingParams
+from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.server import listen, run_app
+from specdec.serving.server_settings import ServeSettings
+
+CONTROL = ["<eos>", "<unk>", "<user>"]
+TEMPLATE = "{% for message in messages %}<user>{{ message['content'] }}{% endfor %}"
+PASSES = 4
+"""Passes over HTTP; the last one counts, since others run and capture shapes for the first time."""
+
+
+def tokenizer_of(vocab_size: int) -> PreTrainedTokenizerFast:
+    draw, letters = random.Random(0), string.ascii_lowercase
+    names = dict.fromkeys([*CONTROL, *letters])
+    while len(names) < vocab_size:
+        names["▁" * (draw.random() < 0.7) + "".join(draw.choices(letters, k=draw.randrange(2, 7)))] = None
+    whole = Tokenizer(models.BPE({name: place for place, name in enumerate(names)}, [], unk_token="<unk>"))
+    whole.normalizer, whole.decoder = normalizers.Replace(" ", "▁"), decoders.Replace("▁", " ")
+    control = {"eos_token": "<eos>", "unk_token": "<unk>", "extra_special_tokens": CONTROL}
+    return PreTrainedTokenizerFast(tokenizer_object=whole, chat_template=TEMPLATE, **control)
+
+
+def streams_rows(shape: str, requests: Sequence[int], prompt: int, tokens: int, clients: int) -> Iterator[Row]:
+    target = pair_of(shape, operations=OPERATIONS).target
+    tokenizer = tokenizer_of(target.vocab_size)
+    for count in requests:
+        sizes = {"max_batch_size": count, "max_model_len": prompt + tokens + 64, "prefix_cache": False}
+        with engine_of(target, tokenizer=tokenizer, **sizes) as engine:
+            prompts = prompts_of([prompt] * count, target.vocab_size, 1)
+            for _ in range(2):  # the first time shapes are captured
+                begin = time.perf_counter()
+                engine.generate(prompts, SamplingParams(max_new_tokens=tokens, ignore_eos=True), progress=False)
+                spent = time.perf_counter() - begin
+            alone = count * tokens / spent
+            served, first, events = _serve(AsyncEngine(engine, max_waiting=count), clients, count, prompt, tokens)
+        figures = {"generate, tokens/s": f"{alone:,.0f}", "streamed": f"{served:,.0f} ({served / alone:.2f})"}
+        figures |= {"first token, ms": f"{1e3 * first:.0f}", "events an answer": f"{events / count:.0f}"}
+        yield Row(f"{count} of {prompt} + {tokens}", figures=figures)
+
+
+def _serve(engine: AsyncEngine, clients: int, *load: int) -> tuple[float, float, int]:
+    """Tokens a second of the last pass, the median seconds until a first event, and the number of events."""
+    bound, found = listen("127.0.0.1", 0), list[tuple[float, float, int]]()
+
+    def ask() -> None:
+        try:
+            for _ in range(PASSES):
+                found.append(_one_pass(bound.getsockname()[1], clients, *load))
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)  # ends the server
+
+    asking = threading.Thread(target=ask)
+    run_app(engine, ServeSettings(model_names=["random"]), bound, asking.start)
+    asking.join()
+    return found[-1]
+
+
+def _one_pass(port: int, clients: int, count: int, prompt: int, tokens: int) -> tuple[float, float, int]:
+    shares = [count // clients + (number < count % clients) for number in range(min(clients, count))]
+    client = [sys.executable, str(ROOT / "bench" / "stream_clients.py"), str(port)]
+    running = [
+        subprocess.Popen([*client, *map(str, (share, prompt, tokens))], stdout=subprocess.PIPE) for share in shares
+    ]
+    parts = [json.loads(each.communicate()[0]) for each in running]
+    seconds = max(part["end"] for part in parts) - min(part["begin"] for part in parts)
+    first = statistics.median(first for part in parts for first in part["firsts"])
+    return count * tokens / seconds, first, sum(part["events"] for part in parts)
