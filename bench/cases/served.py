@@ -73,6 +73,8 @@ def _serve(engine: AsyncEngine, clients: int, *load: int) -> tuple[float, float,
     asking = threading.Thread(target=ask)
     run_app(engine, ServeSettings(model_names=["random"]), bound, asking.start)
     asking.join()
+    if len(found) < PASSES:
+        raise RuntimeError(f"pass {len(found) + 1} failed")
     return found[-1]
 
 
@@ -82,7 +84,9 @@ def _one_pass(port: int, clients: int, count: int, prompt: int, tokens: int) -> 
     running = [
         subprocess.Popen([*client, *map(str, (share, prompt, tokens))], stdout=subprocess.PIPE) for share in shares
     ]
-    parts = [json.loads(each.communicate()[0]) for each in running]
+    parts = [json.loads(each.communicate()[0] or "null") for each in running]
+    if None in parts:  # the client has said why
+        raise RuntimeError(f"{parts.count(None)} of {len(parts)} clients failed")
     seconds = max(part["end"] for part in parts) - min(part["begin"] for part in parts)
     first = statistics.median(first for part in parts for first in part["firsts"])
     return count * tokens / seconds, first, sum(part["events"] for part in parts)
