@@ -59,8 +59,7 @@ class KVView:
 
     def layer(self, index: int) -> LayerKV:
         """K/V of worker layer `index`. Raises FrozenKVError once the view is closed."""
-        if not self._open:
-            raise FrozenKVError(f"layer {index} read through a view whose frozen_kv block has ended")
+        self._require_open(f"layer {index}")
         return self._store.layers[self.layer_map[index]]
 
     def spec(self, index: int) -> LayerSpec:
@@ -69,7 +68,8 @@ class KVView:
 
     @property
     def recurrent(self) -> tuple[RecurrentLayers, ...]:
-        """All recurrent layers of the store, by shape."""
+        """All recurrent layers of the store, by shape. Raises FrozenKVError once the view is closed."""
+        self._require_open("recurrent layers")
         return self._store.recurrent
 
     def owns(self, index: int) -> bool:
@@ -82,6 +82,10 @@ class KVView:
             raise FrozenKVError(f"write to layer {index} through a frozen view: a frozen drafter owns no KV")
         self._allocator.require_unfrozen(f"KV write to layer {index}")
         return self.layer(index)
+
+    def _require_open(self, what: str) -> None:
+        if not self._open:
+            raise FrozenKVError(f"{what} read through a view whose frozen_kv block has ended")
 
     def close(self) -> None:
         self._open = False

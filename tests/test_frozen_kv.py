@@ -86,6 +86,8 @@ def test_restored_after_an_exception():
     assert not table.allocator.frozen
     with pytest.raises(FrozenKVError, match="layer 0 read through a view whose frozen_kv block has ended"):
         view.layer(0)
+    with pytest.raises(FrozenKVError, match="recurrent layers read through a view whose frozen_kv block has ended"):
+        _ = view.recurrent
     table.ensure_slots(row, 10)
     table.check()
 
