@@ -22,7 +22,7 @@ from specdec.models.target import TargetModel
 from specdec.modules.transformers_names import auto_class
 
 from marks import deep, examples, usual_cases
-from tiny_families import TARGETS, VOCAB, build_target, spread
+from tiny_families import LATENT, TARGETS, VOCAB, build_target, spread
 
 NEW = 12
 GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
@@ -34,6 +34,7 @@ GQA = {**BASE, "num_key_value_heads": 2}
 HEADS = {**GQA, "head_dim": 8}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+ROUTED = {"n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
 PATCHES = {"image_size": 8, "patch_size": 4}
 QWEN_TOWER = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4}
 QWEN_IDS = {"image_token_id": 200, "video_token_id": 201, "vision_start_token_id": 202, "vision_end_token_id": 203}
@@ -68,6 +69,19 @@ def mistral3():
     return transformers.Mistral3Config(text_config=text, vision_config=vision, image_token_index=200)
 
 
+def mistral4():
+    """Its queries grow with their positions, by a step every four."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 4}
+    rope["llama_4_scaling_beta"] = 0.3
+    return transformers.Mistral4Config(**BASE | LATENT | ROUTED | {"head_dim": 12}, rope_parameters=rope)
+
+
+def glm4v_moe():
+    text = {**HEADS, "rope_parameters": {**MROPE["rope_parameters"], "mrope_section": [1, 1, 0]}, **ROUTED}
+    vision = {**QWEN_TOWER, "image_size": 8, "intermediate_size": 16}
+    return transformers.Glm4vMoeConfig(text_config=text, vision_config=vision)
+
+
 def smolvlm():
     vision = {**TOWER, **PATCHES}
     return transformers.SmolVLMConfig(text_config=transformers.LlamaConfig(**HEADS), vision_config=vision, **IMAGE)
@@ -98,6 +112,8 @@ MADE_HERE = {
     "llava": lambda: llava(transformers.LlavaConfig),
     "llava_next": lambda: llava(transformers.LlavaNextConfig),
     "mistral3": mistral3,
+    "mistral4": mistral4,
+    "glm4v_moe": glm4v_moe,
     "smolvlm": smolvlm,
 }
 SERVED = [

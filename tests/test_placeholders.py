@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import (
     CLIPVisionConfig,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     Gemma4ForConditionalGeneration,
     GraniteConfig,
     GraniteSpeechConfig,
@@ -91,6 +93,19 @@ def test_an_id_without_a_replacement_is_refused_in_prompts_only(kind, why):
     assert why in str(error.value)
     [out] = engine.generate([[5, 6, BEGIN]], few)
     assert out.token_ids == [IMAGE] * 3
+
+
+def test_ids_without_a_per_layer_embedding_are_refused_in_prompts_and_harmless_in_outputs():
+    """Gemma 3n has 256; they were an IndexError in the middle of a step, which on a GPU ends the process."""
+    sizes = PLAIN | {"vocab_size_per_layer_input": 62, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
+    layers = {"head_dim": 8, "num_key_value_heads": 1, "sliding_window": 5, "num_kv_shared_layers": 0}
+    config = Gemma3nTextConfig(**sizes | layers, layer_types=["sliding_attention", "full_attention"])
+    engine = Engine.from_pretrained(Gemma3nForCausalLM(config).eval(), config=EngineConfig(max_model_len=64))
+    said = "prompt 1 holds token id 62, of which Gemma3nForCausalLM has no per-layer embedding"
+    with pytest.raises(ConfigError, match=said):
+        engine.generate([[5, 61], [5, 62]], SamplingParams(max_new_tokens=3))
+    [out] = engine.generate([[5, 61]], SamplingParams(max_new_tokens=3, logit_bias={63: 100.0}))
+    assert out.token_ids == [63] * 3
 
 
 def test_llava_embeds_its_id_as_it_is():

@@ -244,6 +244,22 @@ def test_gguf_files_are_refused_by_name(tmp_path):
 # models
 
 
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("deepseek_v32", "uses sparse attention"),
+        ("glm5_next", "uses sparse attention"),  # by head_dim=0: no part of its heads rotates
+        ("zaya", "layer types .'hybrid'. have no paged KV cache"),
+        ("blt", "its config is not that of a decoder-only causal language model"),
+    ],
+)
+def test_a_family_that_its_config_refuses_is_refused_before_its_weights_are_read(kind, says, tmp_path):
+    """They were downloaded and read first."""
+    transformers.AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=says):
+        load(tmp_path)
+
+
 def test_dynamic_int8_is_refused_as_quantisation(make_target):
     """The message spoke of logits that differ by 9 %."""
     model = make_target("llama", fresh=True)

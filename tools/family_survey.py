@@ -87,6 +87,49 @@ SIZES = {
 SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
 DERIVED = {"layer_types", "mlp_layer_types", "architectures", "transformers_version", "dtype", "torch_dtype"}
 """Left to the class: it derives them from the small numbers."""
+INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+BLT_PART = {"hidden_size_global": 64, "num_hidden_layers": 2}
+BY_HAND: dict[str, dict[str, Any]] = {
+    "blt": {"encoder_hash_byte_group_vocab": 50, "encoder_hash_byte_group_size": [3, 4]},
+    "blt_global_transformer": {"hidden_size": 64},
+    "blt_local_decoder": BLT_PART,
+    "blt_local_encoder": BLT_PART,
+    "chameleon": {
+        "vocabulary_map": {"<image>": 90, "IMGIMGAZ": 80, "IMGIMGBZ": 81},
+        "vq_config": {"num_embeddings": 4, "base_channels": 32, "channel_multiplier": [1, 1], "resolution": 16},
+    },
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {"sliding_attention": MROPE, "full_attention": None},
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense"] + ["sparse"] * 3, "n_group": 1, "topk_group": 1},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "deepseek_ocr2_sam_vision_model": {
+        "num_hidden_layers": 1,
+        "global_attn_indexes": [0],
+        "downsample_channels": [8, 8],
+    },
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [16, 16],
+        "rope_parameters": MROPE | {"mrope_section": [1, 1, 2]},
+    },
+    "gemma4_unified_vision": {"mm_embed_dim": 32, "mm_posemb_size": 8, "output_proj_dims": 32},
+    "glm4v_moe_text": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 0]}},
+    "glm5_next_text": {"qk_rope_head_dim": 0, "index_kpool": 2, "num_key_value_heads": 4},
+    "janus_vqgan": {"num_embeddings": 8, "base_channels": 32, "projection_dim": 32, "image_token_embed_dim": 32},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "longcat_flash": {"num_layers": 2, "zero_expert_num": 2, "expert_ffn_hidden_size": 16},
+    "minimax_m3_vl": {"projector_hidden_size": 32},
+    "mistral4": {"num_key_value_heads": 4, "head_dim": 16},
+    "qwen4_exp_text": {**INDEXER, "indexer_compress_ratio": 2, "head_dim": 8},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+}
+"""Fields of model types that small numbers alone do not give a model that runs."""
 
 
 class Result(NamedTuple):
@@ -142,8 +185,8 @@ def _small(full: dict[str, Any], variant: Variant) -> dict[str, Any]:
         else:
             small[key] = value
     if variant.mrope and "num_hidden_layers" in small and "vocab_size" in small:
-        small["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-    return small
+        small["rope_parameters"] = dict(MROPE)
+    return small | BY_HAND.get(str(full.get("model_type")), {})
 
 
 def build(kind: type[PreTrainedConfig], model_class: type[PreTrainedModel], *, windows: bool) -> PreTrainedModel:

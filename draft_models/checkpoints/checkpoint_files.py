@@ -87,6 +87,8 @@ def read_config_json(file: Path) -> dict[str, Any]:
     for place, part in _parts("", config):
         for key, value in part.items():
             kind = CHECKED_KEYS.get(key)
+            if key == "head_dim" and "qk_nope_head_dim" in part:  # the part of a head that rotates, which may be none
+                kind = INDEX
             if kind is None or value is None or (isinstance(value, list) and kind is not NAMES):
                 continue
             if not kind.holds(value):

@@ -30,7 +30,8 @@ from specdec.draft_models.checkpoints import checkpoint_files
 from specdec.draft_models.registry import WORDS, building, require_target
 from specdec.errors import CheckpointError, ConfigError, SpecDecError, UnsupportedModelError, about, first_line, shown
 from specdec.loading.read_tokenizer import read_tokenizer
-from specdec.models.described_model import META, model_on_meta
+from specdec.models.described_model import META, model_on_meta, supported_layout
+from specdec.models.probe import refusing
 from specdec.models.published import BUNDLED_NAMES, resolve_name
 from specdec.models.quantised.packed_quantizer import PackedConfig, without_quantization
 from specdec.models.quantised.quantised_weights import require_values_read
@@ -255,6 +256,8 @@ def load_target(
                 f"dtype={asked} among the loading arguments, but dtype={dtype} in the EngineConfig; leave one out"
             )
         config = checkpoint.hf_config()
+        with refusing(checkpoint.name, "its config is not that of a decoder-only causal language model"):
+            supported_layout(checkpoint.name, config.get_text_config())  # before weights are downloaded and read
         where = pick_device(device)
         place = torch.device("cpu") if on_host else where
         loaded = checkpoint.load(pick_dtype(dtype, where, config), place, config)

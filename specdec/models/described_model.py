@@ -180,7 +180,10 @@ class DescribedModel:
         with refusing(name, f"{type(model).__name__} is not built as a decoder-only causal language model"):
             self.config: Any = model.config.get_text_config()
             self.model_types: tuple[str, str] = self.config.model_type, model.config.model_type
-            require_supported(name, model, self.config)
+            if getattr(model.config, "is_encoder_decoder", False) or getattr(self.config, "is_encoder_decoder", False):
+                raise UnsupportedModelError(
+                    f"{name} ({type(model).__name__}) is an encoder-decoder; specdec serves decoder-only models"
+                )
             if placed:
                 require_placed(name, model)
             self.vocab_size = int(self.config.vocab_size)  # a copy: the user's config may change later
@@ -188,7 +191,7 @@ class DescribedModel:
             head = model.get_output_embeddings()
             if not isinstance(head, nn.Module):
                 raise UnsupportedModelError(f"{name} ({type(model).__name__}) has no language-model head")
-            self.layout: KVLayout = layout_from_config(self.config)
+            self.layout: KVLayout = supported_layout(name, self.config)
             self.user_head: nn.Module = head
             self.user_decoder: nn.Module = find_decoder(name, model, len(self.layout.layers))
             self.original = ModuleWatch(model, self.user_decoder, head)  # made before the copy: no change is missed
@@ -231,17 +234,14 @@ class ModelOnMeta(DescribedModel):
             self.unmeasured = first_line(error)
 
 
-def require_supported(name: str, model: PreTrainedModel, config: Any) -> None:
-    """Raise UnsupportedModelError for an unsupported setting in the model's text config."""
-    if getattr(model.config, "is_encoder_decoder", False) or getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{name} ({type(model).__name__}) is an encoder-decoder; specdec serves decoder-only models"
-        )
+def supported_layout(name: str, config: Any) -> KVLayout:
+    """The layout by a text config. Raises UnsupportedModelError for a layer or a setting that is not supported."""
     no_chunks = set(getattr(config, "layer_types", None) or [""]) <= {FULL_ATTENTION, SLIDING_ATTENTION}
     for attribute, what in UNSUPPORTED_ATTRIBUTES.items():
         value = getattr(config, attribute, None)
         if value and not (no_chunks and attribute == "attention_chunk_size"):
             raise UnsupportedModelError(f"{name} {what} ({attribute}={value}), which specdec does not support")
+    return layout_from_config(config)
 
 
 def require_placed(name: str, model: PreTrainedModel) -> None:

@@ -70,11 +70,32 @@ def find_placeholders(
     """Find the placeholders of a model with the text `decoder`. ordinary []: an id that is embedded as itself, on the
     model's device. device: where tokens are replaced.
 
-    A text-only model is not run."""
+    A text-only model is not run. Ids without a per-layer embedding (Gemma 3n has 256) are in no text; a draft or an
+    output that has one is embedded as id 0."""
+    replaced, unread = _measured(model, decoder, ordinary)
+    config: Any = model.config.get_text_config()
+    if getattr(config, "hidden_size_per_layer_input", 0):
+        for token in range(config.vocab_size_per_layer_input, config.vocab_size):
+            replaced[token] = 0
+            unread.setdefault(token, f"of which {type(model).__name__} has no per-layer embedding")
+    if not replaced:
+        return Placeholders(unread=unread)
+    embedding: Any = decoder.get_input_embeddings()  # type: ignore[operator]
+    table = torch.arange(max(getattr(embedding, "num_embeddings", 0), config.vocab_size), device=device)
+    table[list(replaced)] = torch.tensor(list(replaced.values()), device=device)
+    return Placeholders(table, unread)
+
+
+def _measured(
+    model: PreTrainedModel, decoder: nn.Module, ordinary: torch.Tensor
+) -> tuple[dict[int, int], dict[int, str]]:
+    """Replacements of the ids that the config names, and why others cannot be embedded."""
+    replaced: dict[int, int] = {}
+    unread: dict[int, str] = {}
     names = named_ids(model.config)
     path = next((path for path, module in model.named_modules() if module is decoder), None)
     if not names or path is None:
-        return Placeholders()
+        return replaced, unread
     own: Any = private_copy(model, "eager")
     inner: Any = own.get_submodule(path)
 
@@ -89,11 +110,9 @@ def find_placeholders(
     try:
         found = read(int(ordinary))
     except UnsupportedModelError:
-        return Placeholders()
+        return replaced, unread
     if not found.is_plain(text(int(ordinary))):
-        return Placeholders()  # it embeds in its own way, which cannot be determined here
-    replaced: dict[int, int] = {}
-    unread: dict[int, str] = {}
+        return replaced, unread  # it embeds in its own way, which cannot be determined here
     for token, name in names.items():
         try:
             found = read(token)
@@ -106,12 +125,7 @@ def find_placeholders(
                 replaced[token] = other
         except UnsupportedModelError as error:
             unread[token] = str(error)
-    if not replaced:
-        return Placeholders(unread=unread)
-    rows = getattr(inner.get_input_embeddings(), "num_embeddings", 0)
-    table = torch.arange(max(rows, model.config.get_text_config().vocab_size), device=device)
-    table[list(replaced)] = torch.tensor(list(replaced.values()), device=device)
-    return Placeholders(table, unread)
+    return replaced, unread
 
 
 def named_ids(config: Any) -> dict[int, str]:
