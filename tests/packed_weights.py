@@ -1,5 +1,7 @@
 """Random packed weights in every code, for tests of kernels."""
 
+from math import gcd
+
 import torch
 
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, pack_words
@@ -17,9 +19,9 @@ def random_weight(form: str, *shape: int, dtype: torch.dtype = torch.float32) ->
     numbers = torch.randint(0, 1 << bits, (*leading, n, k), dtype=torch.uint8)
     if code == "e4m3":
         numbers[(numbers & 0x7F) == 0x7F] = 0x3A  # those are NaN
-    group = {"row": k, "block": 128, "g16": 16, "g128": 128}.get(kind, 32)
+    group = gcd({"row": k, "block": 128, "g16": 16, "g128": 128}.get(kind, 32), k)  # as checkpoints are read
     size = {"int4": 4.6, "e2m1": 3.0, "e4m3": 100.0}[code]
-    scales = (torch.rand(*leading, -(-k // group), n) + 0.5) * k**-0.5 / size
+    scales = (torch.rand(*leading, k // group, n) + 0.5) * k**-0.5 / size
     if code == "e2m1":
         scales = torch.exp2(scales.log2().round())
     scales = scales.to(torch.float32 if code == "e4m3" else dtype)

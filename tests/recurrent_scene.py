@@ -15,8 +15,8 @@ from specdec.attention.backend import Backend
 from specdec.attention.plan import KVPlan, Pack, plan_packed
 from specdec.gpu.triton_shim import INTERPRETED
 from specdec.kvcache.layer_context import Recurrence
-from specdec.kvcache.layout import RECORDS, CacheField, KVLayout, LayerSpec
-from specdec.kvcache.recurrent_state import FOLD, StateShape
+from specdec.kvcache.layout import NULL_SLOT, RECORDS, CacheField, KVLayout, LayerSpec
+from specdec.kvcache.recurrent_state import FOLD, RecurrentState, StateShape
 from specdec.layers.gated_delta import unit_length
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -96,9 +96,20 @@ class Scene:
             backend=backend,
         )
         self.table, self.store, self.view = self.rig.table, self.rig.store, self.rig.view
+        for state in self.states:  # what an earlier request left in the rows
+            state.matrices.fill_(torch.nan)
+            state.inputs.fill_(torch.nan)
+            state.folded_len.fill_(FOLD)
+        for kept in self.store.layers.values():
+            for pool in kept.fields:
+                pool[NULL_SLOT] = torch.nan
         draw = torch.Generator().manual_seed(5)
         self.weight = torch.randn(shape.channels, TAPS + 1, generator=draw).to(device, dtype)
         self.bias = torch.randn(shape.channels, generator=draw).to(device, dtype)
+
+    @property
+    def states(self) -> list[RecurrentState]:
+        return [kept.state for kept in self.store.layers.values() if kept.state is not None]
 
     def forward(self, plan: KVPlan, rows: Rows) -> list[torch.Tensor]:
         """Run both layers. Returns their outputs [T, ...]."""
@@ -112,13 +123,14 @@ class Scene:
         return [out.cpu() for out in outs]
 
     def read(self, rows: np.ndarray, length: np.ndarray, given: Rows, *, padding: int = 3) -> list[torch.Tensor]:
-        """Read runs of these rows, in a pack with padding, and commit them."""
+        """Read runs of these rows, in a pack with padding whose outputs are 0, and commit them."""
         start = self.table.committed_len.host[rows]
         self.table.ensure_slots(rows, start + length + LOOKAHEAD)
         padded = [np.append(x, y) for x, y in ((rows, self.table.padding_row), (start, 0), (length, 0))]
         pack = Pack.from_lengths(*(torch.from_numpy(x).to(self.device) for x in padded), int(length.sum()) + padding)
         outs = self.forward(plan_packed(self.backend, self.table, pack), given)
         self.table.commit_chunk_on_host(rows, length)
+        assert not any(out[int(length.sum()) :].any() for out in outs)
         return [out[: int(length.sum())] for out in outs]
 
     def verify(self, rows: np.ndarray, parents: Sequence[Sequence[int]], given: Rows) -> list[torch.Tensor]:
@@ -137,9 +149,8 @@ class Scene:
         """Return the states of a row after its last whole block, as the prefix cache would copy them."""
         length = int(self.table.committed_len.host[row]) // FOLD * FOLD
         self.backend.fold(self.table, self.store, row, length)
-        states = [kept.state for kept in self.store.layers.values() if kept.state is not None]
-        assert int(states[0].folded_len[row]) == length
-        return [tensor[row].cpu().clone() for state in states for tensor in state[:2]] if length else []
+        assert int(self.states[0].folded_len[row]) == length
+        return [tensor[row].cpu().clone() for state in self.states for tensor in state[:2]] if length else []
 
 
 def in_float64(rows: Recurrence) -> tuple[torch.Tensor, torch.Tensor]:

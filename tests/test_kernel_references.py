@@ -18,12 +18,13 @@ from specdec.gpu.triton_shim import INTERPRETED, tl, triton
 from specdec.kvcache.layout import PrimaryLoc
 from specdec.layers.embedding import embed, embed_and_norm
 from specdec.layers.gated_delta import COLUMNS, DeltaHeads, delta_heads, delta_inputs, gate_norm
-from specdec.layers.gemm.linear import gated_linear, linear
+from specdec.layers.gemm.linear import Mlp, gated_linear, linear
 from specdec.layers.gemm.product import Product, finish, reference_finish, split_k_of
 from specdec.layers.head_gates import gate_channels, gate_heads
+from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.experts import Experts, apply_experts
-from specdec.layers.moe.fork_join import fork_norm, join_norm
-from specdec.layers.moe.routing import Routing
+from specdec.layers.moe.fork_join import BranchInputs, fork_norm, join_norm
+from specdec.layers.moe.routing import Router, Routing
 from specdec.layers.norm import Norm, norm, qk_norm
 from specdec.layers.per_layer_embedding import EmbeddingParts, gated_projection, layer_inputs
 from specdec.layers.rope_store import Destination, Heads, Rotary, rope_store, rotary
@@ -350,3 +351,14 @@ def test_an_assignment_to_another_rank_reads_no_weight():
     for few in (True, False):
         got, want = apply_experts(x, routing, experts, few=few), REFERENCE(apply_experts)(x, routing, experts)
         torch.testing.assert_close(got.parts[1], want.parts[1], rtol=1e-5, atol=1e-5)
+
+
+def test_an_mlp_next_to_experts_keeps_its_limit():
+    torch.manual_seed(0)
+    sizes = ((24, 8), (8, 12), (3, 8), (3, 8, 8), (3, 8, 4))
+    gate_up, down, table, *weights = (torch.randn(size, device=DEVICE) for size in sizes)
+    experts, inputs = Experts(*weights, "silu"), BranchInputs(*torch.randn(4, 2, 8, device=DEVICE))
+    dense, _ = mlp_and_experts(inputs, Mlp(gate_up, "silu", down, limit=0.5), Router(table, 2), experts)
+    gate, up = (inputs.mlp @ gate_up.T).chunk(2, -1)
+    want = (torch.nn.functional.silu(gate).clamp(max=0.5) * up.clamp(-0.5, 0.5)) @ down.T
+    torch.testing.assert_close(finish(dense), want, rtol=2e-5, atol=2e-5)

@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Callable
-from math import inf
+from math import gcd, inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,7 +54,7 @@ SLOWER = {
 def empty_weight(form: str, n: int, k: int) -> PackedWeight:
     """A weight of a form of `CODES`, on no device: for choices that read shapes alone."""
     code, _, kind = form.partition("-")
-    group = {"row": k, "block": 128, "g128": 64}.get(kind, 32)
+    group = gcd({"row": k, "block": 128, "g128": 64}.get(kind, 32), k)
     words = torch.empty((n, k * BITS[code] // 32), dtype=torch.int32, device="meta")
     return PackedWeight(code, words, torch.empty((k // group, n), device="meta"), None, group)
 
@@ -100,13 +100,13 @@ def test_a_row_of_4_bits_may_be_one_group():
 def test_many_rows_over_packed_weights(form: str):
     """Two tiles of x for one of the weight, ranges of K, a bias, a gate, short tiles; tiles that nothing divides: the
     last of x begins within the one before."""
-    n, k, tiles = 70, 384, Tiles(64, 16, 128, 4, 2, 64)
+    n, k, tiles = 70, 384 if form == "e4m3-block" else 448, Tiles(64, 16, 128, 4, 2, 64)
     weight, bias = random_weight(form, n, k, dtype=torch.float16), torch.randn(n, device=DEVICE).half()
     many = torch.randn(90, k, device=DEVICE).half()
     x = many[:40]
     want = reference_finish(reference_linear(x, weight, bias))
     whole, split_k, with_tail = SplitK(1, k), SplitK(2, 256), tiles._replace(tail_m=32)
-    wide = tiles._replace(block_m=64)  # more rows than x has
+    wide = tiles._replace(block_m=64, block_k=64 if k % 128 else 128)  # more rows than x has
     for launch in (
         PackedLaunch(tiles, whole),
         PackedLaunch(wide, whole),
@@ -141,6 +141,7 @@ def test_many_rows_over_packed_weights(form: str):
         ("e4m3-row", 160, 20480, 2560, (64, 128, 32, 1)),
         ("e4m3-block", 128, 20480, 2560, (64, 64, 0, 1)),
         ("e4m3-block", 640, 20480, 2560, None),  # a sum of each block takes registers, so tiles are small
+        ("e4m3-block", 128, 20480, 2880, None),  # the last block of a row is half one, so groups have 64 columns
         ("int4", 64, 2560, 10240, (64, 64, 0, 6)),  # E4B, down
         ("int4", 160, 2560, 10240, (64, 64, 0, 3)),
         ("int4", 864, 2560, 10240, None),
@@ -152,6 +153,7 @@ def test_tiles_of_many_rows_over_packed_weights(
     weight = empty_weight(form, n, k)
     launch = choose_packed_rows(num_rows, weight, DEVICE)
     assert want == (launch and (*launch.tiles[:2], launch.tiles.tail_m, launch.split_k.splits))
+    assert launch is None or launch.split_k.split_len % launch.tiles.block_k == 0
 
 
 @pytest.mark.parametrize(
@@ -300,8 +302,8 @@ def test_norms_between_8_bit_weights_trigger_late_for_few_rows_too():
 
 @pytest.mark.parametrize("form", CODES)
 def test_dequantised_on_the_device(form: str):
-    for dtype in DTYPES:
-        weight = random_weight(form, 70, 384, dtype=dtype)
+    for dtype, k in zip(DTYPES, (384, 448, 448), strict=False):
+        weight = random_weight(form, 70, k, dtype=dtype)
         got, want = dequantise(weight, dtype), dequantised(weight, dtype)
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
@@ -322,19 +324,20 @@ def test_gated_projection_over_a_packed_weight(form: str, watched: Callable[...,
 
 @pytest.mark.parametrize("form", ["int4", "int4-zeros", "e2m1"])
 def test_columns_after_the_last_tile_of_an_expert(form: str):
-    """320 are a tile of 256 and one of 64; 352 are two of 256, the second masked."""
+    """320 are a tile of 256 and one of 64; 352 are two of 256, the second masked, and so are the last rows of its
+    bias."""
     chosen = torch.tensor([[0, 1], [2, 0]], dtype=torch.int32, device=DEVICE)
     routing = Routing(chosen, torch.rand(2, 2, device=DEVICE))
     for hidden in (320, 352):
         x = torch.randn(2, hidden, device=DEVICE).half()
         up, down = (random_weight(form, 3, *shape, dtype=x.dtype) for shape in ((128, hidden), (hidden, 64)))
-        experts = Experts(up, down, "silu")
+        experts = Experts(up, down, "silu", *(torch.randn(3, n, device=DEVICE).half() for n in (128, hidden)))
         close(
             finish(apply_experts(x, routing, experts)), reference_finish(reference_apply_experts(x, routing, experts))
         )
 
 
-@usual_cases("None-int4", "e2m1-e4m3-block", "e4m3-row-None")
+@usual_cases("None-int4", "e2m1-e4m3-block", "e2m1-None", "e4m3-row-None")
 @pytest.mark.parametrize("form", [None, "int4", "e4m3-block"], ids=str)
 @pytest.mark.parametrize("of_experts", [None, "e2m1", "e4m3-row"], ids=str)
 def test_an_mlp_next_to_experts_in_any_two_forms(form: str | None, of_experts: str | None):

@@ -15,7 +15,7 @@ from specdec import SamplingParams
 from specdec.attention.dense import attend_alone, attend_together, masked_runs, runs_attention
 from specdec.attention.kernels.own_keys import PathKeys, own_keys
 from specdec.attention.kernels.page_table import PageTable
-from specdec.attention.kernels.ragged_attention import RaggedTiles, choose_ragged, ragged_attention
+from specdec.attention.kernels.ragged_attention import RaggedTiles, choose_ragged, ragged_attention, search_width
 from specdec.attention.kernels.tree_attention import KeySplit, RowTiles, tree_attention
 from specdec.attention.plan import Pack, RunSlots
 from specdec.runtime.rounds.captured_prompts import MAX_TOKENS
@@ -209,10 +209,25 @@ def test_tiles_of_prompts_in_order() -> None:
 def test_a_short_run_after_a_long_prefix_is_cut_into_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """One program would walk over all of it while the device idles."""
     monkeypatch.setattr("specdec.attention.kernels.ragged_attention.choose_splits", lambda *_: 3)
-    case = Case([200, 5], [3, 2], 2, None, 1)
+    case = Case([190, 5], [3, 2], 2, None, 1)  # 193 keys are three splits of 80, 80 and 33
     for sinks in (None, torch.tensor([0.5, -1.0, 2.0, 0.0], device=DEVICE)):
         got = ragged_attention(*case.arguments(), scaling=0.3, sinks=sinks, tiles=ANY_ORDER)
         torch.testing.assert_close(got.cpu().double(), case.expected(None, None, sinks), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_window_that_ends_within_a_tile_of_tokens(exact: bool) -> None:
+    """Its tile of keys is masked: the first token sees the key at which a split begins, and the last does not. The
+    third line begins after what its window would see."""
+    case = Case([65, 69, 20], [8, 8, 8], 0, [0, 0, 8], 4)
+    got = ragged_attention(
+        *case.arguments(), scaling=0.3, window=40, exact=exact, tiles=IN_ORDER if exact else ANY_ORDER
+    )
+    torch.testing.assert_close(got.cpu().double(), case.expected(40, None, None), rtol=2e-5, atol=2e-5)
+
+
+def test_places_of_padding_have_a_run_in_the_search() -> None:
+    assert [search_width(runs) for runs in (1, 63, 64, 255, 256)] == [64, 64, 256, 256, 1024]
 
 
 def test_keys_outside_of_a_window_are_not_visited() -> None:

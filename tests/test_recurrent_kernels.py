@@ -20,9 +20,10 @@ from specdec.kvcache.layer_context import Recurrence
 from marks import deep, is_deep, usual_cases
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.usefixtures("kernels_run")
+pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
 DELTA = Shape(heads=2, key_heads=1, k_dim=8, v_dim=12, channels=24)
 MAMBA = Shape(heads=2, key_heads=2, k_dim=20, v_dim=36, channels=24, corrected=False)  # two tiles, two chunks
+LITTLE = Shape(heads=2, key_heads=2, k_dim=4, v_dim=4, channels=520)  # several programs of channels
 
 
 def require_close(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
@@ -72,6 +73,26 @@ def test_kernels_are_plain_torch(shape, page_size, deterministic, seed) -> None:
             require_close(*(one.keep(0) for one in (scene, oracle)))
 
 
+@pytest.mark.parametrize("deterministic", [True, False], ids=["exact", "fast"])
+def test_runs_and_trees_that_begin_next_to_the_end_of_a_block(deterministic) -> None:
+    """Inputs that a convolution reads are in the state, in records and in the forward. Two nodes end a block, and each
+    of their children reads the state of its own parent."""
+    scenes = [Scene(backend, LITTLE, 4) for backend in (TorchBackend(), TritonBackend(deterministic))]
+    for scene in scenes:
+        assert [scene.table.open_row() for _ in range(3)] == [0, 1, 2]
+    rows = np.arange(3)
+    for step, lengths in enumerate(((13, 0, 15), (17, 1, 3))):
+        given = LITTLE.random_rows(sum(lengths) + 3, step)
+        require_close(*(scene.read(rows, ints(*lengths), given) for scene in scenes))
+    assert scenes[0].table.committed_len.host[rows].tolist() == [30, 1, 18]
+    for step, parents in enumerate(([-1, 0, 0, 1, 2], [-1, 0])):
+        given = LITTLE.random_rows(4 * len(parents), 9 + step)
+        require_close(*(scene.verify(rows, [parents] * 4, given) for scene in scenes))
+        for scene in scenes:
+            scene.commit(rows, ints(1, 1, 1), np.array([[0] * len(parents)] * 3))
+    require_close(*(scene.keep(0) for scene in scenes))
+
+
 @pytest.mark.cpu
 @pytest.mark.parametrize("seed", [0, *map(deep, range(1, 12))])
 @pytest.mark.parametrize("corrected", [True, False], ids=["delta", "mamba"])
@@ -97,10 +118,12 @@ def test_prompts_in_spans_are_the_recurrence_in_float64(corrected, seed) -> None
 
 
 def test_spans_are_those_of_their_runs() -> None:
-    """Runs that begin within a block of 16, an empty one, and places of padding."""
+    """Runs that begin within a block of 16, an empty one, and places of padding; a span of one token, and its rest."""
     start, length = torch.tensor([5, 16, 64, 3]), torch.tensor([60, 0, 64, 1])
     run_of, position = spans_of(Pack.from_lengths(torch.arange(4), start, length, 130))
     assert run_of.tolist() == [0, 0, 2, 3, 3, 3] and position.tolist() == [0, 64, 64, 0, 64, 128]
+    run_of, position = spans_of(Pack.from_lengths(torch.tensor([0]), torch.tensor([15]), torch.tensor([50]), 50))
+    assert run_of.tolist() == [0, 0] and position.tolist() == [0, 64]
 
 
 # bits

@@ -88,14 +88,14 @@ SINKS = torch.linspace(-1, 2, 4)
 GROUPED = {"heads": (4, 2)}
 CASES: dict[str, tuple[tuple[int, ...], int, list[int] | None, dict[str, Any], dict[str, Any]]] = {
     # lengths of prefixes, rows, parents; sizes, and options of a launch
-    "one node": ((0, 65), 1, [-1], {}, {}),
+    "one node": ((0, 4 * BLOCK_K), 1, [-1], {}, {}),  # the second one's own key is the first of a split
     "a wide tree": ((BLOCK_K - 1, BLOCK_K), 17, bushy(17, 1), {}, {}),
     "V narrower than K": ((40, 3, 0), 5, TREE[:5], {**GROUPED, "head_dim": 24, "v_dim": 5}, {"page_size": 4}),
     "a head of 512": ((18,), 2, [-1, 0], {"head_dim": 512}, {}),
     "pages of 16": ((37, 16, 0), 3, [-1, 0, 0], {"heads": (6, 2)}, {"page_size": 16, "spare_pages": 2}),
     "a window smaller than the tree": ((40, 3, 0), 8, TREE, {}, {"window": 2, "page_size": 4, "evict": True}),
     # keys before the first do not exist, except a query's own: in committed tiles, in the block's tile, in the block
-    "a first key": ((40, 19, 16, 0), 8, TREE, {}, {"window": 20, "page_size": 4, "first_key": 18}),
+    "a first key": ((40, 19, 16, 0), 8, TREE, {}, {"window": 24, "page_size": 4, "first_key": 18}),
     "a first key in the block": ((3, 0), 8, TREE, {}, {"first_key": 2}),
     "softcap and sinks": ((50, 0, 1), 5, TREE[:5], GROUPED, {"sinks": SINKS, "softcap": 2.0, "window": 9}),
     "frozen queries": ((33, 1, 0), 2, None, {**GROUPED, "frozen": True}, {"window": 5, "sinks": SINKS}),
@@ -126,6 +126,18 @@ def test_random_cases_are_the_definition(seed: int) -> None:
         softcap=draw.choice((None, 1.5)),
         sinks=draw.choice((None, torch.randn(sizes["heads"][0]))),
     )
+
+
+@pytest.mark.parametrize("window", [13, 30, None])
+def test_keys_before_the_first_slot_of_a_table_do_not_exist(window: int | None) -> None:
+    """Tables begin within a shared tile and within the nodes' own, some after the oldest key of the window."""
+    requests = [request(n, 5, TREE[:5], seed=n) for n in (40, 31)]
+    args = lay_out(requests, window=13, evict=True, page_size=3) | {"window": window}
+    assert args["start"].tolist() == [27, 18]
+    later = [replace(r, prefix=r.prefix[start:]) for r, start in zip(requests, (27, 18), strict=True)]
+    expected = dense(later, args)
+    for attend_by in (run, folded, run_plain):
+        torch.testing.assert_close(attend_by(args).double(), expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize(("num_rows", "window"), [(17, 20), deep(35, None)])
@@ -353,9 +365,9 @@ def test_trees_of_200_nodes(attend_by: Run) -> None:
 
 
 @PATHS
-def test_nodes_that_do_not_exist_may_hold_anything(attend_by: Run) -> None:
+@pytest.mark.parametrize("parents", [[-1, 0, 0, 1, 2, 2], [-1, 0, 1, 2, 3, 4]], ids=["a tree", "one path"])
+def test_nodes_that_do_not_exist_may_hold_anything(attend_by: Run, parents: list[int]) -> None:
     """Behind `block_len` a tree's slots hold NaN; what is in front has the bits of the smaller tree."""
-    parents = [-1, 0, 0, 1, 2, 2]
     padded = request(20, 6, parents, valid=4)
     smaller = replace(padded, block=padded.block[:4], parents=parents[:4], valid=None)
     out = attend_by(lay_out([padded, replace(padded, valid=0)]))
