@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from bench.device import ROOT  # isort: skip - before triton
 from tokenizers import Tokenizer, decoders, models, normalizers
@@ -26,8 +27,7 @@ from specdec.serving.server_settings import ServeSettings
 
 CONTROL = ["<eos>", "<unk>", "<user>"]
 TEMPLATE = "{% for message in messages %}<user>{{ message['content'] }}{% endfor %}"
-PASSES = 4
-"""Passes over HTTP; the last one counts, since others run and capture shapes for the first time."""
+PASSES = 4  # over HTTP; the last one counts, since others run and capture shapes for the first time
 
 
 def tokenizer_of(vocab_size: int) -> PreTrainedTokenizerFast:
@@ -42,6 +42,7 @@ def tokenizer_of(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def streams_rows(shape: str, requests: Sequence[int], prompt: int, tokens: int, clients: int) -> Iterator[Row]:
+    """requests: multiples of `clients`."""
     target = pair_of(shape, operations=OPERATIONS).target
     tokenizer = tokenizer_of(target.vocab_size)
     for count in requests:
@@ -53,40 +54,30 @@ def streams_rows(shape: str, requests: Sequence[int], prompt: int, tokens: int, 
                 engine.generate(prompts, SamplingParams(max_new_tokens=tokens, ignore_eos=True), progress=False)
                 spent = time.perf_counter() - begin
             alone = count * tokens / spent
-            served, first, events = _serve(AsyncEngine(engine, max_waiting=count), clients, count, prompt, tokens)
+            seconds, first, events = _serve(AsyncEngine(engine, max_waiting=count), clients, count, prompt, tokens)
+        served = count * tokens / seconds
         figures = {"generate, tokens/s": f"{alone:,.0f}", "streamed": f"{served:,.0f} ({served / alone:.2f})"}
         figures |= {"first token, ms": f"{1e3 * first:.0f}", "events an answer": f"{events / count:.0f}"}
         yield Row(f"{count} of {prompt} + {tokens}", figures=figures)
 
 
-def _serve(engine: AsyncEngine, clients: int, *load: int) -> tuple[float, float, int]:
-    """Tokens a second of the last pass, the median seconds until a first event, and the number of events."""
-    bound, found = listen("127.0.0.1", 0), list[tuple[float, float, int]]()
+def _serve(engine: AsyncEngine, clients: int, count: int, *load: int) -> tuple[float, float, int]:
+    """Seconds of the last pass, the median until a first event, and the number of events."""
+    bound, passes = listen("127.0.0.1", 0), list[list[Any]]()
+    arguments = bound.getsockname()[1], count // clients, *load
+    client = [sys.executable, str(ROOT / "bench" / "stream_clients.py"), *map(str, arguments)]
 
     def ask() -> None:
-        try:
-            for _ in range(PASSES):
-                found.append(_one_pass(bound.getsockname()[1], clients, *load))
-        finally:
-            os.kill(os.getpid(), signal.SIGTERM)  # ends the server
+        while len(passes) < PASSES and not (passes and None in passes[-1]):
+            running = [subprocess.Popen(client, stdout=subprocess.PIPE) for _ in range(clients)]
+            passes.append([json.loads(each.communicate()[0] or "null") for each in running])
+        os.kill(os.getpid(), signal.SIGTERM)  # ends the server
 
     asking = threading.Thread(target=ask)
     run_app(engine, ServeSettings(model_names=["random"]), bound, asking.start)
     asking.join()
-    if len(found) < PASSES:
-        raise RuntimeError(f"pass {len(found) + 1} failed")
-    return found[-1]
-
-
-def _one_pass(port: int, clients: int, count: int, prompt: int, tokens: int) -> tuple[float, float, int]:
-    shares = [count // clients + (number < count % clients) for number in range(min(clients, count))]
-    client = [sys.executable, str(ROOT / "bench" / "stream_clients.py"), str(port)]
-    running = [
-        subprocess.Popen([*client, *map(str, (share, prompt, tokens))], stdout=subprocess.PIPE) for share in shares
-    ]
-    parts = [json.loads(each.communicate()[0] or "null") for each in running]
-    if None in parts:  # the client has said why
-        raise RuntimeError(f"{parts.count(None)} of {len(parts)} clients failed")
-    seconds = max(part["end"] for part in parts) - min(part["begin"] for part in parts)
-    first = statistics.median(first for part in parts for first in part["firsts"])
-    return count * tokens / seconds, first, sum(part["events"] for part in parts)
+    if None in (last := passes[-1]):  # the client has said why
+        raise RuntimeError(f"{last.count(None)} of {clients} clients failed in pass {len(passes)}")
+    seconds = max(part["end"] for part in last) - min(part["begin"] for part in last)
+    first = statistics.median(first for part in last for first in part["firsts"])
+    return seconds, first, sum(part["events"] for part in last)

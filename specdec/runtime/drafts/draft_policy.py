@@ -187,11 +187,11 @@ class RoundTimes:
         if is_doubtful or not self.timed[0]:
             self.timed[0] = low  # a plain round takes at most this
         for index, own in enumerate(self._own):
-            unused, now = self._rounds - self._last[index], lower_quartile(self.timed[index] or np.inf, own)
-            if own and (unused > DECAY_ROUNDS or len(own) == MAX_SAMPLES):
-                self.timed[index] = self.timed[index] or now  # better than a guess
-            became_slow = 0 < self._slow_rounds[index] < RETRY_ROUNDS and now > SLOW * self.timed[index]
-            if retry := became_slow and unused > RETRY_ROUNDS:
+            unused, timed = self._rounds - self._last[index], float(self.timed[index])
+            if own and not timed and (unused > DECAY_ROUNDS or len(own) == MAX_SAMPLES):
+                self.timed[index] = lower_quartile(np.inf, own)  # better than a guess
+            just_became_slow = 0 < self._slow_rounds[index] < RETRY_ROUNDS < unused
+            if retry := just_became_slow and lower_quartile(timed, own) > SLOW * timed:
                 self._slow_rounds[index] = RETRY_ROUNDS
             if is_doubtful or retry or unused > DECAY_ROUNDS:
                 own.clear()
