@@ -273,7 +273,7 @@ class Streams:
         self._thread = thread
         self._news = asyncio.Event()
         self._posted = False  # a wave will wake the reader
-        self.reads_deltas = True  # it is woken for every delta, not only for ends
+        self.reads_deltas = False  # a reader is woken for every delta, not only for ends
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, StreamDelta]]:
         self.reads_deltas = True
