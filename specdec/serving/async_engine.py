@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from os import PathLike
 from typing import Any, NoReturn, TypeVar
 
@@ -169,16 +170,20 @@ class AsyncEngine:
         **template_kwargs: Any,
     ) -> list[int]:
         """`Engine.chat_prompt`, on another thread. A text that is too long in any tokenisation is refused first."""
-        return await self.off_loop(
-            lambda: self.read_chat(chat, special_tokens_in_content=special_tokens_in_content, **template_kwargs)
-        )
+        handling = special_tokens_in_content
+        return await self.off_loop(partial(self.read_chat, chat, special_tokens_in_content=handling, **template_kwargs))
 
-    def read_chat(self, chat: str | Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
+    def read_chat(
+        self,
+        chat: str | Sequence[Mapping[str, Any]],
+        /,
+        *,
+        special_tokens_in_content: str = "allow",
+        **template_kwargs: Any,
+    ) -> list[int]:
         """`chat_prompt` on the calling thread."""
-        self._bound.require(
-            chat, {name: value for name, value in options.items() if name != "special_tokens_in_content"}
-        )
-        return self.engine.chat_prompt(chat, **options)
+        self._bound.require(chat, template_kwargs)
+        return self.engine.chat_prompt(chat, special_tokens_in_content=special_tokens_in_content, **template_kwargs)
 
     async def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """`Engine.encode`, on another thread like `chat_prompt`. special_tokens: include those that the tokenizer

@@ -38,8 +38,10 @@ logger = logging.getLogger(__name__)
 LOOP_SHARE = 1 / 3
 """Share of the time in which a loop may read and send news. Each hand-over of Python's lock delays the engine's thread,
 which needs it all through a step."""
-SHORTEST_REST, LONGEST_REST = 0.001, 0.2
-"""Seconds between two waves. A shorter rest is left out: few streams are told of every step."""
+SHORTEST_REST = 0.001
+"""Seconds. A shorter rest between two waves is left out, so few streams are told of every step."""
+LONGEST_REST = 0.2
+"""Seconds between two waves at most."""
 MAX_FAILED_ROUNDS = 3
 """After this many requests failed with their rounds, with no token in between, the engine itself counts as broken."""
 
